@@ -177,7 +177,7 @@ def test_private_attributes_of_torch_are_reached_in_one_package() -> None:
 TERMINAL = {
     *("doctor.processes", "train.data.prepared", "train.data.store", "train.run.checks", "train.run.launcher"),
     *("train.run.replay", "train.run.session", "train.run.worker"),
-    *("train.metrics.metrics", "train.metrics.report"),
+    *("train.metrics.profiler", "train.metrics.terminal", "train.metrics.trackers"),
 }
 
 

@@ -14,9 +14,9 @@ import torch
 import corpora
 from messages import lacking, naming
 from trueshard.errors import UserError
+from trueshard.train.data.batches import IGNORED, Document, Sample, pack, packed, stack
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.data.samples import IGNORED, Document, Sample, pack, packed, stack
 
 HEADS = """{{ bos_token if bos_token else '' }}{% for message in messages %}\
 {{ '<|' + message['role'] + '|>\\n' + message['content'] | trim + '<|im_end|>\\n' }}{% endfor %}\

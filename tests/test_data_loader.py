@@ -16,8 +16,8 @@ import torch
 import forks
 from messages import lacking, naming
 from trueshard.errors import UserError
+from trueshard.train.data.batches import Batch, Mixture, Sample, StreamMixture, stack
 from trueshard.train.data.loader import EvaluationLoader, Loader, Prefetcher
-from trueshard.train.data.samples import Batch, Mixture, Sample, StreamMixture, stack
 
 LIMIT = 20.0
 """Seconds after which what should have happened has not."""

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from trueshard.train.data.samples import Order, draws, sequence_indices
+from trueshard.train.data.order import Order, draws, sequence_indices
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 5, 64, 1000, 4097])

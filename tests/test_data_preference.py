@@ -9,8 +9,8 @@ import pytest
 
 import corpora
 from trueshard.errors import UserError
+from trueshard.train.data.batches import IGNORED, Sample
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.data.samples import IGNORED, Sample
 
 USER = [{"role": "user", "content": "What is 1 + 1?"}]
 RIGHT, WRONG = ([{"role": "assistant", "content": text}] for text in ("That is 2.", "No idea, sorry."))

@@ -13,9 +13,9 @@ import pytest
 import corpora
 from messages import naming
 from trueshard.errors import UserError
+from trueshard.train.data.batches import IGNORED, Stream
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared, prepare
-from trueshard.train.data.samples import IGNORED, Stream
 from trueshard.train.data.streams import BUFFER, shuffled
 
 

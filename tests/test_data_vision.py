@@ -19,9 +19,9 @@ import corpora
 from messages import naming
 from trueshard.errors import UserError
 from trueshard.train.config import Config
+from trueshard.train.data.batches import IGNORED
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.data.samples import IGNORED
 from trueshard.train.data.tokenizer import CHATML
 from trueshard.train.data.vision import VisionCollate, place_images
 

@@ -14,7 +14,7 @@ import pytest
 
 import forks
 from running import end, environment, kill, metrics, start, wait_for_steps
-from trueshard.train.metrics.samples import read_samples
+from trueshard.train.metrics.answers import read_samples
 
 ROOT = Path(__file__).parents[1]
 TWICE = ("--nproc", "2")

@@ -17,7 +17,7 @@ import trueshard
 from messages import lacking
 from resting import all_but
 from running import end, project, start, wait_for_steps, workers_of
-from trueshard.train.metrics.metrics import read_metrics
+from trueshard.train.metrics.step_metrics import read_metrics
 
 LAYERS = ["model.layers.0", "model.layers.1"]
 CONFIG = """

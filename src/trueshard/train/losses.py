@@ -37,7 +37,7 @@ from trueshard.parallel.collectives import sum_parts
 from trueshard.parallel.tensor import is_shared
 from trueshard.parallel.tp_styles import SharedHead, shared_head
 from trueshard.sharding.hooks import runtime_of
-from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.data.batches import IGNORED, Batch
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 AtHead = Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor]
@@ -165,7 +165,7 @@ class HeadRows:
         return compute(None, lambda rows: rows, logits.flatten(0, 1)).flatten()
 
     def _hold(self, why: str) -> None:
-        """From now on, hold the whole logits; say why."""
+        """Hold the whole logits in every later step, and warn why."""
         self.whole_logits = self._known = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             warnings.warn(f"{why}, so the loss is computed from all logits at once", stacklevel=3)

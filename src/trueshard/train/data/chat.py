@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from trueshard.errors import UserError, explained
 from trueshard.model import names
+from trueshard.train.data.batches import Document, packed, pad_ends, stack
 from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
-from trueshard.train.data.samples import Document, packed, pad_ends, stack
 from trueshard.train.data.sources import Fields, Record
 
 Message = dict[str, Any]

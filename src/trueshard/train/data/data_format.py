@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from trueshard.train.config import DataSection
-from trueshard.train.data.samples import Collate, Document, Sample
+from trueshard.train.data.batches import Collate, Document, Sample
 from trueshard.train.data.sources import DataSource, Record
 
 Encode = Callable[[Sequence[Record], Path], list[tuple[Document, ...]]]

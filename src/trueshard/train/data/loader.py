@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from trueshard.errors import UserError
-from trueshard.train.data.samples import Batch, Collate, Mixture, Sample, Samples, Stream
+from trueshard.train.data.batches import Batch, Collate, Mixture, Sample, Samples, Stream
 
 Item = TypeVar("Item")
-Places = Callable[[], list[str]]
+Origins = Callable[[], list[str]]
 """Returns the origins of samples; called only for an error message."""
-Fetch = Callable[[int, int], tuple[Sequence[Sample], Places]]
+Fetch = Callable[[int, int], tuple[Sequence[Sample], Origins]]
 """(first, count) → the global samples from ``first`` on. ``first`` never decreases."""
 
 PATIENCE = 2.0
@@ -115,8 +115,8 @@ class Loader:
         self._prefetch, self._device = prefetch, device
         self._first = 0  # first global sample of the current step
         self._taken = 0  # microbatches given in the current step
-        self._places: list[Places] = []
-        self._made: Iterator[tuple[Batch, Places]] | None = None
+        self._places: list[Origins] = []
+        self._made: Iterator[tuple[Batch, Origins]] | None = None
 
     def __iter__(self) -> Loader:
         return self
@@ -159,7 +159,7 @@ class Loader:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return f"samples {self._first} to {last} ({whose}{shown}{more})"
 
-    def _begin(self) -> Iterator[tuple[Batch, Places]]:
+    def _begin(self) -> Iterator[tuple[Batch, Origins]]:
         # Nothing here may refer to self: the thread would keep this loader alive.
         own, steps = self._own, itertools.count(self._first, self._batch_size)
         offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
@@ -203,7 +203,7 @@ class EvaluationLoader:
         self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[Batch]:
-        def fetch(first: int, count: int) -> tuple[Sequence[Sample], Places]:
+        def fetch(first: int, count: int) -> tuple[Sequence[Sample], Origins]:
             return [self._samples[index] for index in range(first, first + count)], list
 
         firsts = range(self._first, self._last, self._batch_size)
@@ -297,7 +297,7 @@ class EndlessLoader:
 
 def _microbatches(
     fetch: Fetch, collate: Collate, ranges: Iterator[tuple[int, int]], device: torch.device | None
-) -> Iterator[tuple[Batch, Places]]:
+) -> Iterator[tuple[Batch, Origins]]:
     """Yield the microbatch of each (first sample, count), and the origins of its samples."""
     for first, count in ranges:
         samples, places = fetch(first, count)
@@ -312,14 +312,14 @@ def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
         mixture = data if isinstance(data, Mixture) else Mixture([data], [1])
         order = mixture.order(seed)
 
-        def by_index(first: int, count: int) -> tuple[list[Sample], Places]:
+        def by_index(first: int, count: int) -> tuple[list[Sample], Origins]:
             indices = order.indices(first, count).tolist()
             return [mixture[index] for index in indices], lambda: [mixture.where(index) for index in indices]
 
         return by_index
     samples, at = data.begin(seed), 0
 
-    def by_stream(first: int, count: int) -> tuple[list[Sample], Places]:
+    def by_stream(first: int, count: int) -> tuple[list[Sample], Origins]:
         nonlocal at
         taken = list(itertools.islice(samples, first - at, first - at + count))
         at = first + count

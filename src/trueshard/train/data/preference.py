@@ -18,8 +18,8 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
 from trueshard.train.data import chat
+from trueshard.train.data.batches import Document, Sample, pad_pairs
 from trueshard.train.data.data_format import DataFormat, Format, FormatInputs
-from trueshard.train.data.samples import Document, Sample, pad_pairs
 from trueshard.train.data.sources import Fields, Record
 
 PAIR = ("prompt", "chosen", "rejected")

@@ -18,8 +18,8 @@ from trueshard.errors import UserError
 from trueshard.files import making, replacing
 from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
+from trueshard.train.data.batches import Collate, Mixture, Samples, Stream, StreamMixture
 from trueshard.train.data.formats import FORMATS, format_of
-from trueshard.train.data.samples import Collate, Mixture, Samples, Stream, StreamMixture
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
 from trueshard.train.data.streams import SourceStream

@@ -13,9 +13,9 @@ from typing import Any
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.train.config import DataSection
+from trueshard.train.data.batches import Document, json_document, stack
 from trueshard.train.data.chat import ChatTemplate, Message, flat, messages, texts
 from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
-from trueshard.train.data.samples import Document, json_document, stack
 from trueshard.train.data.sources import Record
 from trueshard.train.data.vision import store_images, vision_messages
 

@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError
+from trueshard.train.data.batches import Document, Ids, Sample, pack, sequence, span, truncate, whole
 from trueshard.train.data.data_format import Format
-from trueshard.train.data.samples import Document, Ids, Sample, pack, sequence, sequence_indices, span, truncate, whole
+from trueshard.train.data.order import sequence_indices
 from trueshard.train.data.sources import DataSource, Record, place
 
 HELD_OUT_SEED = 20_000
@@ -39,9 +40,9 @@ class Summary:
     """The contents of `data.json`."""
 
     tokens: int | None
-    """To train on. None: unknown, as data are streamed, or become tokens with their batch."""
+    """Tokens to train on. None: unknown, as data are streamed, or become tokens with their batch."""
     documents: int | None
-    """To train on. None: unknown, as data are streamed."""
+    """Documents to train on. None: unknown, as data are streamed."""
     unigram_entropy: float | None
     """Nats a target: the loss of a model that knows only the frequency of each token."""
     crc32: int
@@ -54,8 +55,8 @@ class Summary:
     files: list[list[str]] = field(default_factory=list)
     """Files of each source."""
     ranges: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    """For each source, the half-open range of its "train" and "evaluation" parts: in sequences or, if documents are
-    joined, in tokens."""
+    """Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, in
+    tokens."""
 
     def write(self, folder: Path) -> None:
         """Write `data.json`."""

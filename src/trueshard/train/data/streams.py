@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data import samples
+from trueshard.train.data.batches import Document, Sample, pack, sequence, span, truncate
 from trueshard.train.data.data_format import Format, batched
-from trueshard.train.data.samples import Document, Sample
+from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource
 
 BUFFER = 1024
@@ -55,10 +55,10 @@ class SourceStream:
             yield from self._joined()
         elif self._form.layout == "packed":
             for group in batched(self._documents(), TOGETHER):
-                for members in samples.pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
                     parts = [group[number] for number in members]
                     together = [document for (document,), _ in parts]
-                    yield self._form.sample(together), samples.span([each for _, each in parts])
+                    yield self._form.sample(together), span([each for _, each in parts])
         else:
             for documents, where in self._documents():
                 yield self._form.sample(documents), where
@@ -66,7 +66,7 @@ class SourceStream:
     def _documents(self) -> Iterator[tuple[tuple[Document, ...], str]]:
         """Iterate over the documents of each record that has any, and its origin."""
         for record, found in self._form.documents(self._source, Path()):  # streamed formats put no files beside them
-            if documents := samples.truncate(found, self._length) if self._form.cut else found:
+            if documents := truncate(found, self._length) if self._form.cut else found:
                 yield documents, record.where
 
     def _joined(self) -> Iterator[Placed]:
@@ -76,7 +76,7 @@ class SourceStream:
             places.append(where)
             full = max(0, len(tokens) - 1) // self._length * self._length
             for start in range(0, full, self._length):
-                yield samples.sequence(tokens, start, self._length), samples.span(places)
+                yield sequence(tokens, start, self._length), span(places)
             if full:
                 tokens, places = tokens[full:], [where]
 
@@ -84,7 +84,7 @@ class SourceStream:
 def shuffled(placed: Iterable[Placed], seed: int) -> Iterator[Placed]:
     """Yield the samples, each drawn from the next ``BUFFER`` ones."""
     buffer: list[Placed] = []
-    chances = samples.draws(seed, BUFFER)
+    chances = draws(seed, BUFFER)
     for sample in placed:
         if len(buffer) < BUFFER:
             buffer.append(sample)

@@ -14,8 +14,8 @@ import numpy as np
 
 from trueshard.errors import UserError
 from trueshard.model import names
+from trueshard.train.data.batches import Document, stack, whole
 from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
-from trueshard.train.data.samples import Document, stack, whole
 from trueshard.train.data.sources import Record
 
 

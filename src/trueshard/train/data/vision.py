@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from trueshard.errors import UserError, cut_line, explained
+from trueshard.train.data.batches import Batch, Document, Ids, Sample, json_document, pad_ends
 from trueshard.train.data.chat import ChatTemplate, Message, conversation, texts
 from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
-from trueshard.train.data.samples import Batch, Document, Ids, Sample, json_document, pad_ends
 from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import IMAGE
 

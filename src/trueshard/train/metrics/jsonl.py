@@ -22,7 +22,7 @@ START = re.compile(rb'\{"step": (\d+),')
 
 
 class WrongLineError(ValueError):
-    """What is wrong with a line, in words that follow its number."""
+    """A line is wrong; the message follows its number."""
 
 
 def line_of(record: Line) -> bytes:
@@ -78,24 +78,24 @@ def damage(path: Path, number: int, error: Exception) -> UserError:
     return UserError(f"{path}, line {number}: {why}; delete that line, or move the file away")
 
 
-class Place(NamedTuple):
-    """Where a line is in its file."""
+class LineSpan(NamedTuple):
+    """The place of a line in its file."""
 
     step: int
     number: int
-    """Of the line, from 1."""
+    """Number of the line, from 1."""
     first: int
     """Byte at which it begins."""
     size: int
-    """In bytes."""
+    """Bytes of the line, its end included."""
 
 
-def read_steps(path: Path) -> list[Place]:
+def read_steps(path: Path) -> list[LineSpan]:
     """Return the place of each line; of lines that `StepLines` wrote, only start and end are looked at.
 
     Raises `UserError` for a damaged line, but for the last.
     """
-    found, first, sizes = list[Place](), 0, list[int]()
+    found, first, sizes = list[LineSpan](), 0, list[int]()
 
     def step_of(line: bytes) -> Line:
         known = START.match(line) if line.endswith(b"}\n") else None
@@ -108,7 +108,7 @@ def read_steps(path: Path) -> list[Place]:
 
     with path.open("rb") as file:
         for number, record in enumerate(read_lines(measured(file), path, step_of), start=1):
-            found.append(Place(record["step"], number, first, sizes[-1]))
+            found.append(LineSpan(record["step"], number, first, sizes[-1]))
             first += sizes[-1]
     return found
 

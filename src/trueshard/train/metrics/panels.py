@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trueshard.train.metrics.report import has_reward
+from trueshard.train.metrics.terminal import has_reward
 
 Values = NDArray[np.float64]
 Record = dict[str, Any]

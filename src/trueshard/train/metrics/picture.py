@@ -24,7 +24,7 @@ from trueshard.train.metrics.panels import (
     shown_panels,
     smoothed,
 )
-from trueshard.train.metrics.report import has_reward
+from trueshard.train.metrics.terminal import has_reward
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

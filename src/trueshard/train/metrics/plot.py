@@ -19,12 +19,13 @@ from trueshard.errors import UserError
 from trueshard.files import replace_text, replacing
 from trueshard.planner.report.frame import framed
 from trueshard.text import nearest
-from trueshard.train.metrics import samples, samples_page
+from trueshard.train.metrics import answers_page
+from trueshard.train.metrics.answers import NAME as ANSWERS
 from trueshard.train.metrics.jsonl import read_steps
-from trueshard.train.metrics.metrics import NAME, read_metrics
 from trueshard.train.metrics.panels import PANELS, RunCurve, RunRecords, Values, curve, half_life, shown_panels
 from trueshard.train.metrics.picture import picture
-from trueshard.train.metrics.report import final_line, final_mean, has_reward
+from trueshard.train.metrics.step_metrics import NAME, read_metrics
+from trueshard.train.metrics.terminal import final_line, final_mean, has_reward
 
 HERE = "trueshard.train.metrics"
 
@@ -46,10 +47,10 @@ def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
         made = FORMS[target.suffix.lower()](found)
         with replacing(target) as scratch:
             scratch.write_bytes(made)
-    answers = folder / samples.NAME
+    answers = folder / ANSWERS
     if out is None and len(runs) == 1 and answers.exists() and (places := read_steps(answers)):
         targets.append(folder / "samples.html")
-        replace_text(targets[-1], samples_page.page(found[0].name, answers, places))
+        replace_text(targets[-1], answers_page.page(found[0].name, answers, places))
     return targets
 
 

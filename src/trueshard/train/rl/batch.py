@@ -17,7 +17,7 @@ import torch
 
 from trueshard.errors import UserError
 from trueshard.train.data import chat, vision
-from trueshard.train.data.samples import IGNORED, Batch, Samples
+from trueshard.train.data.batches import IGNORED, Batch, Samples
 from trueshard.train.rl.samples import Prompt, Sample
 
 Prompts = Sequence[Mapping[str, Any]] | Samples

@@ -29,7 +29,7 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.sharding.engine import set_reshard_after_forward, sharded
 from trueshard.sharding.gathering import GatheredCopy
-from trueshard.train.data.samples import draws
+from trueshard.train.data.order import draws
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection

@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trueshard.errors import UserError
-from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.data.batches import IGNORED, Batch
 from trueshard.train.losses import Forward, HeadRows, logits_of
 from trueshard.train.rl.config import RLSection, RolloutSection
 from trueshard.train.rl.ranks import on_every_rank

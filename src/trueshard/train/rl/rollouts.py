@@ -24,7 +24,8 @@ from torch import nn
 
 from trueshard.distributed import device_of
 from trueshard.sharding.engine import sharded
-from trueshard.train.data.samples import Batch, Mixture, Order
+from trueshard.train.data.batches import Batch, Mixture
+from trueshard.train.data.order import Order
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl import advantages

@@ -13,11 +13,11 @@ from torch import nn
 
 from trueshard.errors import UserError
 from trueshard.train.config import Config, EvaluationSection
+from trueshard.train.data.batches import Mixture
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.data.samples import Mixture
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
-from trueshard.train.metrics.metrics import Tracking
-from trueshard.train.metrics.samples import SamplesWriter, line
+from trueshard.train.metrics.answers import SamplesWriter, line
+from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
 from trueshard.train.rl.policy import PolicyLoss, policy_loss

@@ -132,6 +132,6 @@ def uniform(
     """Return one random number of each sample, in [0, 1): float64 [samples], multiples of 2**-53."""
     import numpy as np
 
-    from trueshard.train.data.samples import mix
+    from trueshard.train.data.order import mix
 
     return (mix(mix(numbers) ^ keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53

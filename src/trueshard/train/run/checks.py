@@ -26,7 +26,7 @@ from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
-from trueshard.train.metrics.metrics import trackers
+from trueshard.train.metrics.trackers import trackers
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
 from trueshard.train.models.config import is_hub_name
 from trueshard.train.optimizer import check_optimizer, check_schedule

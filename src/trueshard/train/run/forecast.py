@@ -30,8 +30,8 @@ from trueshard.planner.report import summary
 from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import Plan
 from trueshard.train.config import Config
+from trueshard.train.data.batches import Batch
 from trueshard.train.data.formats import FORMATS
-from trueshard.train.data.samples import Batch
 from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer

@@ -18,7 +18,7 @@ import trueshard
 from trueshard.errors import UserError, explained
 from trueshard.plans import Plan
 from trueshard.train.config import Config
-from trueshard.train.metrics.samples import NAME, read_samples
+from trueshard.train.metrics.answers import NAME, read_samples
 from trueshard.train.rl.samples import Sample
 from trueshard.train.run import resuming
 from trueshard.train.run.checks import Ready, checkpoints_of

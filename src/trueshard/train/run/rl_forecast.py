@@ -35,7 +35,7 @@ from trueshard.planner.trace import Communication, Trace
 from trueshard.planner.workload import StepPhase, Study
 from trueshard.plans import MixedPrecision, Plan, precision_of
 from trueshard.train.config import Config
-from trueshard.train.data.samples import IGNORED, Batch
+from trueshard.train.data.batches import IGNORED, Batch
 from trueshard.train.models.build import empty
 from trueshard.train.rl.engine import ROOM
 from trueshard.train.rl.policy import PolicyLoss, policy_loss

@@ -24,8 +24,11 @@ from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
-from trueshard.train.metrics import metrics, report
+from trueshard.train.metrics import terminal
 from trueshard.train.metrics.picture import draw_result
+from trueshard.train.metrics.profiler import Profile
+from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, flops_per_token, peak_flops, read_metrics
+from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.run import resuming
@@ -112,11 +115,11 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
     continuation = sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
     if trainer.rank != 0:
         return
-    records = metrics.read_metrics(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl")
     entropy = data.summary.unigram_entropy if is_text else None
     draw_result(records, entropy, folder)
     unit = getattr(trainer.loss, "unit", "token")
-    print(f"\n{report.final_line(records, entropy, unit)}")
+    print(f"\n{terminal.final_line(records, entropy, unit)}")
     if trainer.stopped:
         print(f"Ended after step {trainer.step}: {trainer.stopped}")
     if continuation is not None:
@@ -124,7 +127,7 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
         print(f"\nA sampled continuation:\n\n{continuation}")
     saved = checkpoints_of(config)
     kept = [saved.path(step) for step in saved.steps()]
-    print(f"\nFiles made:\n{report.file_list(folder, kept, saved.best())}", flush=True)
+    print(f"\nFiles made:\n{terminal.file_list(folder, kept, saved.best())}", flush=True)
 
 
 @torch.no_grad()
@@ -192,7 +195,7 @@ def build_trainer(
         loader, evaluation, loss = parts.rollouts, parts.evaluation, parts.loss
         reporters = run.with_samples(parts, config, reporters)
     reporters = _watches(config) + reporters
-    profiles = [metrics.Profile(config.run.folder / "profile", *PROFILED)] if profile else []
+    profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
         model,
         optimizer,
@@ -320,13 +323,13 @@ def _reporters(config: Config, model: nn.Module, device: torch.device, memory_pl
     """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
     precision = precision_of(config.shard.options().mixed_precision)
     compute = getattr(torch, config.model.dtype if precision is None or not precision.compute else precision.compute)
-    peak = metrics.peak_flops(device, compute)
+    peak = peak_flops(device, compute)
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
-    flops = metrics.flops_per_token(model, config.train.sequence_length) if countable else None
+    flops = flops_per_token(model, config.train.sequence_length) if countable else None
     folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)
     return [
-        metrics.Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
-        metrics.MetricsWriter(folder),
-        report.Display(config.train.log_every),
-        metrics.Tracking(metrics.trackers(config.log.to), plain, folder, config.log.project),
+        Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
+        MetricsWriter(folder),
+        terminal.Display(config.train.log_every),
+        Tracking(trackers(config.log.to), plain, folder, config.log.project),
     ]

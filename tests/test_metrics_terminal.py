@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from messages import lacking
 from showing import record, rewarded
 from trueshard.train.metrics.picture import draw_result
-from trueshard.train.metrics.report import file_list, final_line, final_mean
+from trueshard.train.metrics.terminal import file_list, final_line, final_mean
 
 
 def test_the_final_mean_is_the_mean_of_the_last_steps() -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueshard.planner.report.frame import framed
-from trueshard.train.metrics.jsonl import Line, Place
-from trueshard.train.metrics.samples import read_some
+from trueshard.train.metrics.answers import read_some
+from trueshard.train.metrics.jsonl import Line, LineSpan
 
 HERE = "trueshard.train.metrics"
 MOST = 6_000_000
@@ -31,16 +31,16 @@ MOST_TOKENS = 4000
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the page shows of a run."""
+    """The steps of a run that a page shows."""
 
-    steps: dict[int, list[Place]]
+    steps: dict[int, list[LineSpan]]
     total: int
     """Steps in the file."""
     bytes_a_step: float
-    """Of answers that may be shown; infinite if all are."""
+    """Budget for the answers of a step; infinite if all are shown."""
 
 
-def page(name: str, file: Path, places: Sequence[Place]) -> str:
+def page(name: str, file: Path, places: Sequence[LineSpan]) -> str:
     """Return the page of a run's `samples.jsonl`, of which all lines are given.
 
     Raises `UserError` if one that is shown is damaged.
@@ -65,9 +65,9 @@ def page(name: str, file: Path, places: Sequence[Place]) -> str:
     )
 
 
-def choose(lines: Sequence[Place], most: int = MOST) -> Chosen:
+def choose(lines: Sequence[LineSpan], most: int = MOST) -> Chosen:
     """Choose the steps to show: all, or as many of equal distance as have room for ``most`` bytes of answers."""
-    steps: dict[int, list[Place]] = {}
+    steps: dict[int, list[LineSpan]] = {}
     for place in lines:
         steps.setdefault(place.step, []).append(place)
     every = sorted(steps)
@@ -103,7 +103,7 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int
     return dict(sorted(prompts.items())), left_out
 
 
-def _groups(file: Path, places: Sequence[Place]) -> Iterator[tuple[list[Line], float]]:
+def _groups(file: Path, places: Sequence[LineSpan]) -> Iterator[tuple[list[Line], float]]:
     """Yield the answers to each prompt of a step, and the bytes that they have in the page."""
     groups: dict[int, list[Line]] = {}
     sizes: dict[int, float] = {}

@@ -16,10 +16,10 @@ from messages import lacking, naming
 from resting import all_but
 from showing import answer, answers, rewarded, write_run, write_samples
 from trueshard.errors import UserError
-from trueshard.train.metrics import samples_page
-from trueshard.train.metrics.jsonl import Place, read_steps
+from trueshard.train.metrics import answers_page
+from trueshard.train.metrics.answers_page import choose, page
+from trueshard.train.metrics.jsonl import LineSpan, read_steps
 from trueshard.train.metrics.plot import plot
-from trueshard.train.metrics.samples_page import choose, page
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 SCHEMES = ("light", "dark")
@@ -96,21 +96,21 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 
 def test_of_a_long_run_every_nth_step_is_kept_and_the_first_and_the_last() -> None:
-    places = [Place(step, step, 1000 * step, 1000) for step in range(1, 201)]
+    places = [LineSpan(step, step, 1000 * step, 1000) for step in range(1, 201)]
     assert list(choose(places, most=200_000).steps) == list(range(1, 201))
     kept = choose(places, most=20_000)
     assert list(kept.steps) == [*range(1, 201, 6), 200]
     assert (kept.total, kept.bytes_a_step) == (200, math.inf)
     few = choose(places, most=3000)
-    assert len(few.steps) == samples_page.FEWEST
+    assert len(few.steps) == answers_page.FEWEST
     assert few.bytes_a_step == 250
 
 
 def test_of_big_steps_the_best_and_the_worst_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples_page, "choose", lambda places: choose(places, most=30_000))
+    monkeypatch.setattr(answers_page, "choose", lambda places: choose(places, most=30_000))
     file = write_samples(tmp_path, answers(60))
     data = data_of(page("big", file, read_steps(file)))
-    assert len(data["steps"]) <= samples_page.FEWEST
+    assert len(data["steps"]) <= answers_page.FEWEST
     assert [data["steps"][0], data["steps"][-1], data["total"]] == [1, 60, 60]
     groups = [group for prompt in data["prompts"] for group in prompt["groups"]]
     assert {len(group["answers"]) for group in groups} == {2}

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueshard.train.metrics.jsonl import Line, Place, StepLines, WrongLineError, damage, read_lines, record_of
-from trueshard.train.metrics.metrics import Tracking
+from trueshard.train.metrics.jsonl import Line, LineSpan, StepLines, WrongLineError, damage, read_lines, record_of
+from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.rl.samples import Sample
 from trueshard.train.trainer import Callback, Trainer
 
@@ -106,7 +106,7 @@ def read_samples(path: Path) -> list[Line]:
         return list(read_lines(file, path, answer_of))
 
 
-def read_some(path: Path, places: Sequence[Place]) -> Iterator[Line]:
+def read_some(path: Path, places: Sequence[LineSpan]) -> Iterator[Line]:
     """Read the answers of some lines. Raises `UserError` if one is damaged."""
     with path.open("rb") as file:
         for place in places:

@@ -17,7 +17,8 @@ from messages import lacking, naming
 from running import CONFIG as RUN
 from showing import Lost, trainer
 from trueshard.errors import UserError
-from trueshard.train.metrics.metrics import Measures, MetricsWriter, Tracker, Tracking, read_metrics, trackers
+from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, read_metrics
+from trueshard.train.metrics.trackers import Tracker, Tracking, trackers
 from trueshard.train.parse import load_config
 from trueshard.train.trainer import Callback, Trainer
 
@@ -64,7 +65,8 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from showing import Lost, trainer
-from trueshard.train.metrics.metrics import Measures, Tracking, trackers
+from trueshard.train.metrics.step_metrics import Measures
+from trueshard.train.metrics.trackers import Tracking, trackers
 
 class Kills:
     def __getattr__(self, event):
@@ -128,7 +130,7 @@ def test_trackio_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     # trackio takes its folder from the environment when it is imported
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import json; from pathlib import Path; from test_showing_trackers import interrupted_and_resumed\n"
+        "import json; from pathlib import Path; from test_metrics_trackers import interrupted_and_resumed\n"
         "records = interrupted_and_resumed(Path(sys.argv[2]), 'trackio')\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
         "runs = SQLiteStorage.get_runs('trial')\n"

@@ -15,7 +15,7 @@ from messages import naming
 from parity import Ranks
 from showing import Lost, record, trainer, write_run
 from trueshard.errors import UserError
-from trueshard.train.metrics.metrics import Measures, MetricsWriter, read_metrics
+from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, read_metrics
 from trueshard.train.trainer import Callback, Trainer
 
 

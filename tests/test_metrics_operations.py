@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trueshard.planner.hardware import hardware
-from trueshard.train.metrics.metrics import flops_per_token, peak_flops
+from trueshard.train.metrics.step_metrics import flops_per_token, peak_flops
 
 LENGTH = 64
 

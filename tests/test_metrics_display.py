@@ -21,8 +21,8 @@ from rich.console import Console
 import forks
 from parity import Ranks
 from showing import record, rewarded, trainer
-from trueshard.train.metrics.metrics import Measures
-from trueshard.train.metrics.report import Display, bar, figures, fitting, together, trend
+from trueshard.train.metrics.step_metrics import Measures
+from trueshard.train.metrics.terminal import Display, bar, figures, fitting, together, trend
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -143,8 +143,8 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
 from showing import trainer
-from trueshard.train.metrics.report import Display
-from trueshard.train.metrics.metrics import Measures
+from trueshard.train.metrics.terminal import Display
+from trueshard.train.metrics.step_metrics import Measures
 
 class Says:
     def __getattr__(self, event):

@@ -12,10 +12,11 @@ import pytest
 from messages import lacking, naming
 from parity import Ranks
 from showing import Lost, answer, answers, trainer, write_samples
-from test_showing_trackers import CONFIG, Kept
+from test_metrics_trackers import CONFIG, Kept
 from trueshard.errors import UserError
-from trueshard.train.metrics.metrics import Measures, Tracking, trackers
-from trueshard.train.metrics.samples import SamplesWriter, line, markdown, read_samples
+from trueshard.train.metrics.answers import SamplesWriter, line, markdown, read_samples
+from trueshard.train.metrics.step_metrics import Measures
+from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.rl.samples import Sample
 from trueshard.train.trainer import Callback, Trainer
 

@@ -1,0 +1,180 @@
+"""Trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or any class of the same shape.
+
+A resumed run continues its curves, with each step once. A tracker that fails during training is dropped with a message.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import math
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trueshard.errors import UserError, explained, one_line
+from trueshard.files import replace_text
+from trueshard.train.metrics.step_metrics import before_training
+from trueshard.train.trainer import Callback, Trainer
+
+
+class Tracker(Protocol):
+    """Shows metrics elsewhere; called on rank 0 only."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        """Begin a run or, in the same folder, continue it after ``step``; later steps will be told again."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+
+class TextTracker(Tracker, Protocol):
+    """A tracker that shows texts too; other trackers are told none."""
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Take a text of a step."""
+
+
+class TensorBoard:
+    """Writes to `tensorboard/` in the run's folder, and flushes each step."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary = Summary
+        # Readers leave out points of earlier files from purge_step on.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        # One event for all values: an add_scalar() for each takes twenty times as long.
+        points = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        self._writer.file_writer.add_summary(self._summary(value=points), step)
+        self._writer.flush()
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        self._writer.add_text(tag, markdown, step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. Its environment variables apply: WANDB_MODE=offline keeps everything in `wandb/` of the run."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        import wandb
+
+        remedy = "log in with `wandb login`, set WANDB_MODE=offline, or leave it out"
+        with explained("log.to: wandb does not start", remedy, wandb.Error, one_line):
+            self._run: Any = wandb.init(
+                project=project,
+                name=folder.resolve().name,
+                id=_run_id(folder),
+                dir=str(folder),
+                config=dict(config),
+                resume="allow",
+            )
+        self._next = self._run.step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:  # the first one that the run does not have
+            self._run.log(dict(values), step=step)
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        if step >= self._next:
+            self._run.log({tag: self._page(markdown)}, step=step)
+
+    def _page(self, markdown: str) -> Any:
+        import wandb
+
+        return wandb.Html(f"<pre>{html.escape(markdown)}</pre>", data_is_not_path=True)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class Trackio(WandB):
+    """trackio, on this machine or where its environment variables say."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        name = f"{folder.resolve().name}-{_run_id(folder)}"
+        known = SQLiteStorage.get_max_step_for_run(project, name)
+        self._next = 0 if known is None else known + 1
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
+
+    def _page(self, markdown: str) -> Any:
+        import trackio
+
+        return trackio.Markdown(markdown)
+
+
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+"""Name in `log.to`, which is also the package → tracker."""
+
+
+def trackers(names: Sequence[str]) -> list[Tracker]:
+    """Return the trackers of `log.to`. Raises `UserError` for a package that is not installed."""
+    for name in names:
+        if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
+            raise UserError(f'log.to: the package {name!r} is not installed; install it, or leave "{name}" out')
+    return [TRACKERS[name]() for name in names]
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id of the run for trackers, made once and kept in its folder as `tracking-id`."""
+    file = folder / "tracking-id"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(file, uuid.uuid4().hex[:8] + "\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+class Tracking(Callback):
+    """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record."""
+
+    def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], folder: Path, project: str) -> None:
+        self._trackers, self._config, self._folder, self._project = list(trackers), config, folder, project
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.rank != 0:
+            self._trackers = []
+        for each in self._trackers:
+            each.start(self._config, self._folder, self._project, trainer.step)
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        for each in list(self._trackers):
+            self._try(each, f"at step {record['step']}", each.log, record["step"], finite)
+
+    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if (first := before_training(trainer, record)) is not None:
+            self.on_step(trainer, first)
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Pass a text to the trackers that show texts."""
+        for each in list(self._trackers):
+            if (show := getattr(each, "text", None)) is not None:
+                self._try(each, f"at step {step}", show, step, tag, markdown)
+
+    def on_end(self, trainer: Trainer) -> None:
+        for each in list(self._trackers):
+            self._try(each, "at the end", each.finish)
+
+    def _try(self, tracker: Tracker, when: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._trackers.remove(tracker)
+            name = type(tracker).__name__
+            print(f"{name} failed {when} ({one_line(error)}) and is told no more; metrics.jsonl is whole", flush=True)
