@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow
@@ -17,6 +18,7 @@ import corpora
 from messages import naming
 from trueshard.errors import UserError
 from trueshard.train.config import DataSection
+from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.prepared import prepare
 from trueshard.train.data.sources import HubSource, find
 
@@ -295,3 +297,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "run" / ".new-1-data").mkdir(parents=True)
     corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]
+
+
+def test_every_value_of_data_format_has_a_line_in_the_table() -> None:
+    assert get_args(DataSection.model_fields["format"].annotation) == tuple(FORMATS)

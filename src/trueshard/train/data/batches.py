@@ -85,8 +85,8 @@ def json_document(value: Any) -> Document:
 
 def truncate(documents: Sequence[Document], length: int) -> tuple[Document, ...]:
     """Cut the documents of a record to sequences of ``length`` inputs; return () if one has no target left."""
-    short = [Document(each.ids[: length + 1], each.counted[: length + 1]) for each in documents]
-    return tuple(short) if all(each.counted[1:].any() for each in short) else ()
+    short = [Document(document.ids[: length + 1], document.counted[: length + 1]) for document in documents]
+    return tuple(short) if all(document.counted[1:].any() for document in short) else ()
 
 
 def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:
@@ -97,8 +97,8 @@ def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:
 
 def span(places: Sequence[str]) -> str:
     """Join the origins of consecutive documents; of more than four, name the first and the last."""
-    found = list(dict.fromkeys(places))
-    return " and ".join(found) if len(found) < 5 else f"{found[0]} to {found[-1]}"
+    distinct = list(dict.fromkeys(places))
+    return " and ".join(distinct) if len(distinct) < 5 else f"{distinct[0]} to {distinct[-1]}"
 
 
 def stack(samples: Sequence[Sample]) -> Batch:

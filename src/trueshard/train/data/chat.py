@@ -63,42 +63,42 @@ def messages(value: Any, where: str, role: str = "role", content: str = "content
     return [_message(entry, f"{where}[{number}]", role, content) for number, entry in enumerate(value)]
 
 
-def texts(found: list[Message]) -> Iterator[str]:
+def texts(turns: list[Message]) -> Iterator[str]:
     """Yield the texts of messages."""
-    for message in found:
+    for message in turns:
         content = message["content"]
         yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)
 
 
-def flat(found: list[Message], where: str) -> list[Message]:
+def flat(turns: list[Message], where: str) -> list[Message]:
     """Return the messages with each content one string. Raises `UserError` if one has an image."""
-    contents = [message["content"] for message in found if not isinstance(message["content"], str)]
+    contents = [message["content"] for message in turns if not isinstance(message["content"], str)]
     if any(part["type"] == "image" for parts in contents for part in parts):
         raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
-    return [{**message, "content": "".join(texts([message]))} for message in found]
+    return [{**message, "content": "".join(texts([message]))} for message in turns]
 
 
 def _message(entry: Any, where: str, role: str, content: str) -> Message:
     if not isinstance(entry, dict):
         raise UserError(f"{where} is a {type(entry).__name__}, wanted an object with {role!r} and {content!r}")
     entry = {key: value for key, value in entry.items() if value is not None}  # Parquet has every key in each row
-    who = entry.get(role)
-    if not isinstance(who, str):
+    word = entry.get(role)
+    if not isinstance(word, str):
         raise UserError(f"{where} has no {role!r} (a string) but keys {sorted(entry)}; correct it")
-    known = ROLES.get(who.lower(), who.lower())
-    if known not in KNOWN:
+    name = ROLES.get(word.lower(), word.lower())
+    if name not in KNOWN:
         wanted = ", ".join(KNOWN)
-        raise UserError(f"{where}: unknown role {who!r}, wanted one of {wanted}.{names.nearest(who, KNOWN, 1)}")
-    said = entry.get(content)
-    if said is None and "tool_calls" in entry:
-        said = ""
-    if isinstance(said, list):
-        said = [_part(part, f"{where}.{content}[{number}]") for number, part in enumerate(said)]
-    elif not isinstance(said, str):
-        found = f"a {type(said).__name__} under {content!r}" if said is not None else f"keys {sorted(entry)}"
-        raise UserError(f"{where}: wanted {content!r}, a string or a list of parts, found {found}; correct it")
-    rest = {key: value for key, value in entry.items() if key not in (role, content)}
-    return {"role": known, "content": said, **rest}
+        raise UserError(f"{where}: unknown role {word!r}, wanted one of {wanted}.{names.nearest(word, KNOWN, 1)}")
+    value = entry.get(content)
+    if value is None and "tool_calls" in entry:
+        value = ""
+    if isinstance(value, list):
+        value = [_part(part, f"{where}.{content}[{number}]") for number, part in enumerate(value)]
+    elif not isinstance(value, str):
+        state = f"a {type(value).__name__} under {content!r}" if value is not None else f"keys {sorted(entry)}"
+        raise UserError(f"{where}: wanted {content!r}, a string or a list of parts, found {state}; correct it")
+    others = {key: value for key, value in entry.items() if key not in (role, content)}
+    return {"role": name, "content": value, **others}
 
 
 def _part(part: Any, where: str) -> Message:
@@ -106,8 +106,8 @@ def _part(part: Any, where: str) -> Message:
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if part.get("type") == "image":
-        given = [part[key] for key in ("image", "path", "url") if key in part]
-        return {"type": "image", **({"image": given[0]} if given else {})}
+        paths = [part[key] for key in ("image", "path", "url") if key in part]
+        return {"type": "image", **({"image": paths[0]} if paths else {})}
     raise UserError(
         f'{where}: wanted a part of type "text" with a "text", or of type "image", found {part!r:.80}; correct it'
     )
@@ -129,13 +129,13 @@ class ChatTemplate:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = (*tokenizer.all_special_tokens, *added)
 
-    def render(self, found: list[Message], where: str, tools: Any = None, asked: int = 0) -> Rendered:
-        """Render a conversation; its first ``asked`` messages have no targets. Raises `UserError` if that fails."""
-        text, marked = self._text(found, where, tools)
+    def render(self, turns: list[Message], where: str, tools: Any = None, context: int = 0) -> Rendered:
+        """Render a conversation; its first ``context`` messages have no targets. Raises `UserError` if that fails."""
+        text, marked = self._text(turns, where, tools)
 
         def prefix(count: int, prompt: bool = False) -> int:
             """Return the length of the first messages in the text."""
-            written, _ = self._text(found[:count], where, tools, prompt) if count or prompt else ("", [])
+            written, _ = self._text(turns[:count], where, tools, prompt) if count or prompt else ("", [])
             if not text.startswith(written):
                 raise UserError(
                     f"{where}: the chat template writes earlier messages otherwise once more follow, so what the "
@@ -144,43 +144,45 @@ class ChatTemplate:
                 )
             return len(written)
 
-        begin = prefix(asked)
+        begin = prefix(context)
         if not self.answers_only:
             spans = [(begin, len(text))]
         elif self._marked:
             spans = [span for span in marked if span[0] >= begin]
         else:
             spans = []
-            for number, message in enumerate(found):
-                if message["role"] == "assistant" and number >= asked:
+            for number, message in enumerate(turns):
+                if message["role"] == "assistant" and number >= context:
                     first, last = prefix(number, prompt=True), prefix(number + 1)
-                    said = text[first:last].rstrip()
+                    answer = text[first:last].rstrip()
                     # A line break after the token that ends a turn is nobody's; without that token, it is the end.
-                    spans.append((first, first + len(said) if said.endswith(self._ends) else last))
+                    spans.append((first, first + len(answer) if answer.endswith(self._ends) else last))
         if not any(first < last for first, last in spans):
             raise UserError(f"{where}: there is nothing that the assistant says, so nothing to learn; leave it out")
         return Rendered(text, spans)
 
-    def prompt(self, found: list[Message], where: str, tools: Any = None) -> str:
+    def prompt(self, turns: list[Message], where: str, tools: Any = None) -> str:
         """Return a conversation as text, up to where the assistant begins to answer. Raises `UserError`."""
-        return self._text(found, where, tools, prompt=True)[0]
+        return self._text(turns, where, tools, prompt=True)[0]
 
     def ends_turn(self) -> str | None:
         """Return the special token after what the assistant says; None if there is none."""
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-        before, after = self._text(talk[:1], "", None, prompt=True)[0], self._text(talk, "", None)[0]
-        said = after[len(before) :].lstrip().removeprefix(".").lstrip() if after.startswith(before) else ""
-        return max((end for end in self._ends if said.startswith(end)), key=len, default=None)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        before, after = self._text(turns[:1], "", None, prompt=True)[0], self._text(turns, "", None)[0]
+        ending = after[len(before) :].lstrip().removeprefix(".").lstrip() if after.startswith(before) else ""
+        return max((end for end in self._ends if ending.startswith(end)), key=len, default=None)
 
     def documents(self, rendered: Sequence[Rendered]) -> list[Document]:
         """Tokenise conversations; tokens that begin in a span are targets."""
-        found = self.tokenizer([each.text for each in rendered], add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(
+            [chat.text for chat in rendered], add_special_tokens=False, return_offsets_mapping=True
+        )
         return [
-            Document(np.asarray(ids, dtype=np.int64), _inside(np.asarray(places, dtype=np.int64), each.spans))
-            for ids, places, each in zip(found["input_ids"], found["offset_mapping"], rendered, strict=True)
+            Document(np.asarray(ids, dtype=np.int64), _inside(np.asarray(offsets, dtype=np.int64), chat.spans))
+            for ids, offsets, chat in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
 
-    def _text(self, found: list[Message], where: str, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
+    def _text(self, turns: list[Message], where: str, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text, and the spans that the template marks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -189,7 +191,7 @@ class ChatTemplate:
         remedy = "correct it, or set tokenizer.chat_template"
         with explained(problem, remedy, (TemplateError, TypeError, ValueError, KeyError)):
             rendered: Any = render_jinja_template(
-                conversations=[found],
+                conversations=[turns],
                 tools=tools,
                 chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=self._marked,
@@ -200,18 +202,18 @@ class ChatTemplate:
         return str(text[0]), list(marked[0]) if marked else []
 
 
-def _inside(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Return bool [tokens]: True if a token begins in a span. ``places``: [tokens, 2], its range of characters."""
-    begins, ends = places.reshape(-1, 2).T
-    found = np.zeros(len(begins), dtype=np.bool_)
+def _inside(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return bool [tokens]: True if a token begins in a span. ``offsets``: [tokens, 2], its range of characters."""
+    begins, ends = offsets.reshape(-1, 2).T
+    inside = np.zeros(len(begins), dtype=np.bool_)
     for first, last in spans:
-        found |= (begins >= first) & (begins < last) & (ends > begins)
-    return found
+        inside |= (begins >= first) & (begins < last) & (ends > begins)
+    return inside
 
 
 def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record."""
-    rendered = [template.render(spoken(each), each.where, each.fields.get("tools")) for each in records]
+    rendered = [template.render(spoken(record), record.where, record.fields.get("tools")) for record in records]
     return [(document,) for document in template.documents(rendered)]
 
 

@@ -151,13 +151,13 @@ class Loader:
         last = self._first + self._batch_size - 1
         if isinstance(self._data, Samples):
             _, places = _fetcher(self._data, self._seed)(self._first, self._batch_size)
-            found, whose = places(), ""
+            origins, owner = places(), ""
         else:
-            found = [place for places in self._places[-microbatches:] for place in places()]
-            whose = "of this rank: "
-        shown = "; ".join(dict.fromkeys(found[:SHOWN]))
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return f"samples {self._first} to {last} ({whose}{shown}{more})"
+            origins = [place for places in self._places[-microbatches:] for place in places()]
+            owner = "of this rank: "
+        shown = "; ".join(dict.fromkeys(origins[:SHOWN]))
+        more = f"; and {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""
+        return f"samples {self._first} to {last} ({owner}{shown}{more})"
 
     def _begin(self) -> Iterator[tuple[Batch, Origins]]:
         # Nothing here may refer to self: the thread would keep this loader alive.
@@ -285,8 +285,8 @@ class EndlessLoader:
     def _generators(self) -> list[torch.Generator]:
         batches = getattr(self._loader, "batch_sampler", None)
         owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        generators = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
 
     def _random_states(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(each.get_state() for each in self._generators())]

@@ -72,14 +72,14 @@ class Order:
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the samples from global position ``first`` on: int64 [count], numbered one source after the other."""
         turns = np.array([self.turn(sample) for sample in range(first, first + count)], dtype=np.int64).reshape(-1, 2)
-        found = np.empty(count, dtype=np.int64)
+        result = np.empty(count, dtype=np.int64)
         for source, length in enumerate(self._lengths):
             places = turns[:, 0] == source  # among consecutive samples, the turns of a source are consecutive
             if places.any():
                 start = int(turns[places, 1][0])
                 inside = sequence_indices(self._seeds[source], start, int(places.sum()), length)
-                found[places] = inside + self._firsts[source]
-        return found
+                result[places] = inside + self._firsts[source]
+        return result
 
 
 def draws(seed: int, bound: int) -> Iterator[int]:

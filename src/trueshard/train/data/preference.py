@@ -45,42 +45,42 @@ def paired(documents: Sequence[Document]) -> Sample:
 
 def encode_pairs(template: chat.ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return two documents a record: the chosen and the rejected one."""
-    found: list[tuple[Document, ...]] = []
+    documents: list[tuple[Document, ...]] = []
     for record in records:
         prompt, *answers = pair(record.fields, record.where)
         if isinstance(prompt, str):
-            found.append(tuple(_answered(template.tokenizer, prompt, answer) for answer in answers))
+            documents.append(tuple(_answered(template.tokenizer, prompt, answer) for answer in answers))
             continue
         sides = [
-            template.render([*prompt, *side], f"{record.where}: {key}", record.fields.get("tools"), asked=len(prompt))
+            template.render([*prompt, *side], f"{record.where}: {key}", record.fields.get("tools"), context=len(prompt))
             for key, side in zip(PAIR[1:], answers, strict=True)
         ]
-        found.append(tuple(template.documents(sides)))
-    return found
+        documents.append(tuple(template.documents(sides)))
+    return documents
 
 
 def _answered(tokenizer: Any, prompt: str, answer: str) -> Document:
-    asked, said = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
-    ids = np.asarray([*asked, *said, tokenizer.eos_token_id], dtype=np.int64)
-    return Document(ids, np.arange(len(ids)) >= len(asked))
+    question, reply = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+    ids = np.asarray([*question, *reply, tokenizer.eos_token_id], dtype=np.int64)
+    return Document(ids, np.arange(len(ids)) >= len(question))
 
 
 def pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected: all strings, or all lists of messages. Raises `UserError` otherwise."""
-    prompt, chosen, rejected = found = tuple(fields.get(key) for key in PAIR)
-    for key, value in zip(PAIR[1:], found[1:], strict=True):
+    prompt, chosen, rejected = values = tuple(fields.get(key) for key in PAIR)
+    for key, value in zip(PAIR[1:], values[1:], strict=True):
         if value is None:
             near = names.nearest(key, fields, 1)
-            said = f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}"
-            raise UserError(said.removesuffix("."))
+            problem = f"{where}: has no {key!r}, found keys {sorted(fields)}; correct it.{near}"
+            raise UserError(problem.removesuffix("."))
     if chosen == rejected:
-        said = f"{where}: chosen and rejected are the same, so nothing is preferred"
-        raise UserError(f"{said}; correct it, or leave it out")
-    strings = [isinstance(each, str) for each in found]
+        problem = f"{where}: chosen and rejected are the same, so nothing is preferred"
+        raise UserError(f"{problem}; correct it, or leave it out")
+    strings = [isinstance(value, str) for value in values]
     if all(strings):
         return prompt, chosen, rejected
     if any(strings):
-        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, found, strict=True))
+        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, values, strict=True))
         raise UserError(f"{where}: wanted three strings, or lists of messages, found {kinds}; correct it")
     first, second = (chat.flat(chat.messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
     if prompt is not None:

@@ -53,15 +53,15 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     ``frozen``: the run has a checkpoint, so existing data are right whatever the files are now. ``make``: this process
     may make them.
     """
-    folder, streaming, own = config.run.folder / "data", config.data.streaming, config.evaluation
+    folder, streaming, evaluation = config.run.folder / "data", config.data.streaming, config.evaluation
     summary = read_summary(folder)
     kept = summary is not None and summary.identity == _identity(config) and frozen
-    sources, held, read = [], [], None
+    sources, held_out, state = [], [], None
     if not kept or streaming:
         sources = find(config.data)
-        held = [] if own is None or own.path is None else find(config.data, own.path)
-        read = _fingerprint(config, sources + held)
-        kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), read))
+        held_out = [] if evaluation is None or evaluation.path is None else find(config.data, evaluation.path)
+        state = _fingerprint(config, sources + held_out)
+        kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), state))
     is_vision = config.images
     processor = tokenizers.load_processor(config.tokenizer, config.model) if is_vision else None
     if not kept:
@@ -71,19 +71,19 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
             shutil.rmtree(left)
         with making(folder.parent), replacing(folder) as scratch:
             scratch.mkdir()
-            _make(config, sources, held, processor, scratch)
+            _make(config, sources, held_out, processor, scratch)
             _open(config, scratch, sources, processor)
             if folder.exists():
                 shutil.rmtree(folder)
     prepared = _open(config, folder, sources, processor)
-    if streaming and read is not None:  # the files are read anew, so they count as they are now
-        return replace(prepared, summary=replace(prepared.summary, fingerprint=read, crc32=zlib.crc32(read.encode())))
+    if streaming and state is not None:  # the files are read anew, so they count as they are now
+        return replace(prepared, summary=replace(prepared.summary, fingerprint=state, crc32=zlib.crc32(state.encode())))
     return prepared
 
 
-def _make(config: Config, sources: list[DataSource], held: list[DataSource], processor: Any, folder: Path) -> None:
-    given = (config.tokenizer, config.model, config.data.format)
-    tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*given)
+def _make(config: Config, sources: list[DataSource], held_out: list[DataSource], processor: Any, folder: Path) -> None:
+    sections = (config.tokenizer, config.model, config.data.format)
+    tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*sections)
     _announce(config, sources, tokenizer is None)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
@@ -93,17 +93,17 @@ def _make(config: Config, sources: list[DataSource], held: list[DataSource], pro
     if config.data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
-    length, identity, read = _length(config), _identity(config), _fingerprint(config, sources + held)
+    length, identity, state = _length(config), _identity(config), _fingerprint(config, sources + held_out)
     form = format_of(config.data, length, tokenizer, processor)
-    if held:
+    if held_out:
         place = folder / "evaluation"
         place.mkdir()
-        build(held, form, place, length=length, fraction=0.0, fingerprint=read, identity={}).write(place)
+        build(held_out, form, place, length=length, fraction=0.0, fingerprint=state, identity={}).write(place)
     if config.data.streaming:
-        summary = Summary(None, None, None, zlib.crc32(read.encode()), read, identity)
+        summary = Summary(None, None, None, zlib.crc32(state.encode()), state, identity)
     else:
-        fraction = config.evaluation.fraction if config.evaluation is not None and not held else 0.0
-        summary = build(sources, form, folder, length=length, fraction=fraction, fingerprint=read, identity=identity)
+        fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
+        summary = build(sources, form, folder, length=length, fraction=fraction, fingerprint=state, identity=identity)
     summary.write(folder)
 
 
@@ -119,9 +119,9 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
     form = format_of(config.data, length, tokenizer, processor)
 
-    def stored(place: Path, own: Summary | None, part: str) -> list[StoredSamples]:
-        assert own is not None
-        return [StoredSamples(place, own, form, *ranges[part], length) for ranges in own.ranges]
+    def stored(place: Path, contents: Summary | None, part: str) -> list[StoredSamples]:
+        assert contents is not None
+        return [StoredSamples(place, contents, form, *ranges[part], length) for ranges in contents.ranges]
 
     train: Samples | Stream
     if config.data.streaming:
@@ -145,16 +145,16 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     if section is None:
         return Prepared(folder, summary, train, None, form.collate, tokenizer)
     if section.path is None:
-        held = stored(folder, summary, "evaluation")
-        said = f"{section.fraction} of the data is less than one sequence"
-        problem = f"fraction: {said}; raise it, or set evaluation.path"
+        held_out = stored(folder, summary, "evaluation")
+        share = f"{section.fraction} of the data is less than one sequence"
+        problem = f"fraction: {share}; raise it, or set evaluation.path"
     else:
-        held = stored(folder / "evaluation", read_summary(folder / "evaluation"), "train")
+        held_out = stored(folder / "evaluation", read_summary(folder / "evaluation"), "train")
         problem = f"path: {section.path} is less than one sequence of train.sequence_length = {length}; add to it"
-    held = [part for part in held if len(part)]
-    if not held:
+    held_out = [part for part in held_out if len(part)]
+    if not held_out:
         raise UserError(f"evaluation.{problem}")
-    return Prepared(folder, summary, train, Mixture(held, [1.0] * len(held)), form.collate, tokenizer)
+    return Prepared(folder, summary, train, Mixture(held_out, [1.0] * len(held_out)), form.collate, tokenizer)
 
 
 def _length(config: Config) -> int:
@@ -163,8 +163,8 @@ def _length(config: Config) -> int:
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    every = config.identity()
-    kept = {key: value for key, value in every.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
+    settings = config.identity()
+    kept = {key: value for key, value in settings.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
     # Joined text is the same for every length of sequence.
     length = None if config.data.format == "text" else _length(config)
     return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
@@ -172,7 +172,7 @@ def _identity(config: Config) -> dict[str, Any]:
 
 def _fingerprint(config: Config, sources: list[DataSource]) -> str:
     tokenizer = tokenizers.fingerprint(config.tokenizer, config.model)
-    return hash_of([tokenizer, [each.fingerprint() for each in sources]])
+    return hash_of([tokenizer, [source.fingerprint() for source in sources]])
 
 
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:

@@ -40,7 +40,7 @@ def encode_prompts(
 
     Images held as bytes go to `images/` in ``folder``; what else JSON cannot hold is left out of the fields.
     """
-    found: list[tuple[Document, ...]] = []
+    documents: list[tuple[Document, ...]] = []
     for record in records:
         prompt = prompt_of(record, images=most is None)
         if most is None:
@@ -49,19 +49,19 @@ def encode_prompts(
             tools = record.fields.get("tools")
             text = prompt if isinstance(prompt, str) else template.prompt(prompt, record.where, tools)
             if len(template.tokenizer(text, add_special_tokens=False)["input_ids"]) > most:
-                found.append(())
+                documents.append(())
                 continue
-        kept = {"prompt": prompt, "record": _plain({**record.fields, "prompt": prompt})}
-        found.append((json_document(kept),))
-    return found
+        stored = {"prompt": prompt, "record": _plain({**record.fields, "prompt": prompt})}
+        documents.append((json_document(stored),))
+    return documents
 
 
 def prompt_of(record: Record, images: bool = False) -> str | list[Message]:
     """Return the prompt of a record: a string, or messages, with ``images`` in place. Raises `UserError`."""
     value, where = record.fields.get("prompt"), record.where
     if images:
-        asked = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        fields = {**record.fields, "messages": asked}
+        turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        fields = {**record.fields, "messages": turns}
         return vision_messages(Record(fields, record.file, record.line, where, record.folder))
     if isinstance(value, str) and value.strip():
         return value
@@ -75,9 +75,9 @@ def prompt_of(record: Record, images: bool = False) -> str | list[Message]:
 def _plain(value: Any) -> Any:
     """Return what JSON can hold of a value; None in place of anything else."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool)) else None
 
 

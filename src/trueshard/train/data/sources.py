@@ -122,7 +122,10 @@ def find(section: DataSection, path: str | None = None) -> list[DataSource]:
         return [_find(section, path, "evaluation.path", 1.0)]
     if section.path is not None:
         return [_find(section, section.path, "data.path", 1.0)]
-    return [_find(section, each.path, f"data.sources[{i}].path", each.weight) for i, each in enumerate(section.sources)]
+    return [
+        _find(section, source.path, f"data.sources[{i}].path", source.weight)
+        for i, source in enumerate(section.sources)
+    ]
 
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
@@ -160,8 +163,8 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
 def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
     """Return the files in a folder that `data.include` or, without it, their kinds select."""
     listed = _walk(root)
-    chosen = "include" in section.model_fields_set
-    if chosen:
+    explicit = "include" in section.model_fields_set
+    if explicit:
         patterns: Sequence[str] = section.include
         groups = [[file for file in listed if _matches(file, patterns)]]
     else:
@@ -180,31 +183,31 @@ def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
         raise UserError(f"{key}: {root} {state} data.include ({shown}); add files, or change data.include")
     if section.format != "text" and (other := [file for file in files if kind(file) not in READERS]):
         raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
-    if not chosen and kind(files[0]) in READERS:
+    if not explicit and kind(files[0]) in READERS:
         _check_one_split(key, root, files)
     return tuple(map(str, files))
 
 
 def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
     """Raise `UserError` if file names tell of several splits: a run must not train on its test data."""
-    found: dict[str, Path] = {}
+    splits: dict[str, Path] = {}
     for file in files:
         for word in re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower()):
             if word in SPLITS:
-                found.setdefault(SPLITS[word], file.relative_to(root))
-    if len(found) > 1:
-        named = ", ".join(f"{split} ({file})" for split, file in found.items())
+                splits.setdefault(SPLITS[word], file.relative_to(root))
+    if len(splits) > 1:
+        named = ", ".join(f"{split} ({file})" for split, file in splits.items())
         raise UserError(
             f"{key}: {root} holds more than one split: {named}; choose with data.include, or name its folder"
         )
 
 
 def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if not without(name)]
-        found += [Path(folder, name) for name in files if not without(name)]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in files if not without(name)]
+    return sorted(paths, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _matches(file: Path, patterns: Sequence[str]) -> bool:
@@ -306,8 +309,8 @@ def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
                 if not row:
                     continue
                 if len(row) != len(head):
-                    said = f"{len(row)} fields under a head of {len(head)}"
-                    raise UserError(f"{file}, line {rows.line_num}: {said}; correct it")
+                    problem = f"{len(row)} fields under a head of {len(head)}"
+                    raise UserError(f"{file}, line {rows.line_num}: {problem}; correct it")
                 yield dict(zip(head, row, strict=True)), rows.line_num
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None

@@ -109,11 +109,13 @@ def build(
         ranges.append({"train": (begin, middle), "evaluation": (middle, end)})
     writer.close(None if form.layout == "joined" else members)
     if cuts["left out"] and form.layout == "kept":
-        said = f"{cuts['left out']} of {cuts['records']} prompts left out"
-        print(f"{said}: longer than train.sequence_length - rollout.tokens = {length} tokens", flush=True)
+        share = f"{cuts['left out']} of {cuts['records']} prompts left out"
+        print(f"{share}: longer than train.sequence_length - rollout.tokens = {length} tokens", flush=True)
     elif cuts["cut"] or cuts["left out"]:
-        left = f", {cuts['left out']} left out as no answer is within that" if cuts["left out"] else ""
-        print(f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{left}", flush=True)
+        omitted = f", {cuts['left out']} left out as no answer is within that" if cuts["left out"] else ""
+        print(
+            f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{omitted}", flush=True
+        )
     return Summary(
         tokens=None if form.vocabulary is None else writer.tokens,
         documents=writer.documents,
@@ -132,11 +134,11 @@ def _write(
 ) -> list[int]:
     form, sizes = writer.form, []
     with tempfile.TemporaryFile(dir=writer.folder) as later:
-        for record, found in form.documents(source, writer.folder):
-            documents = truncate(found, length) if form.cut else found
+        for record, encoded in form.documents(source, writer.folder):
+            documents = truncate(encoded, length) if form.cut else encoded
             cuts["records"] += 1
             cuts["left out"] += not documents and form.layout != "joined"
-            cuts["cut"] += any(len(kept.ids) < len(each.ids) for kept, each in zip(documents, found, strict=False))
+            cuts["cut"] += any(len(kept.ids) < len(each.ids) for kept, each in zip(documents, encoded, strict=False))
             if form.layout == "joined" and fraction and _drawn(record, fraction):
                 for document in documents:
                     pickle.dump((document.ids, record.file, record.line), later)

@@ -27,21 +27,21 @@ def open_text(inputs: FormatInputs) -> Format:
 
 def encode_texts(tokenizer: Any, field: str, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record, or none for blank text."""
-    said = [plain_text(field, record) for record in records]
-    kept = [text for text in said if text.strip()]
-    found = iter(tokenizer(kept, add_special_tokens=False)["input_ids"] if kept else [])
+    texts = [plain_text(field, record) for record in records]
+    kept = [text for text in texts if text.strip()]
+    encoded = iter(tokenizer(kept, add_special_tokens=False)["input_ids"] if kept else [])
     end = tokenizer.eos_token_id
-    return [(whole(np.array([*next(found), end], np.int64)),) if text.strip() else () for text in said]
+    return [(whole(np.array([*next(encoded), end], np.int64)),) if text.strip() else () for text in texts]
 
 
 def plain_text(field: str, record: Record) -> str:
     """Return the text of a record. Raises `UserError` that names what is there instead."""
     fields, value = record.fields, record.fields.get(field)
     if not isinstance(value, str):
-        found = f"{type(value).__name__} under it" if field in fields else f"keys {sorted(fields)}"
+        state = f"{type(value).__name__} under it" if field in fields else f"keys {sorted(fields)}"
         near = "" if field in fields else f".{names.nearest(field, fields)}".removesuffix(".")
         raise UserError(
-            f"{record.where}: wanted an object with a string under {field!r}, found {found}; correct it, or set "
+            f"{record.where}: wanted an object with a string under {field!r}, found {state}; correct it, or set "
             f"data.field{near}"
         )
     return value

@@ -37,14 +37,14 @@ def _live(record: Record) -> Sample:
 
 def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
     """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
-    conversations = [vision_messages(each) for each in records]
+    conversations = [vision_messages(record) for record in records]
     store_images(conversations, folder)
-    return [(json_document(found),) for found in conversations]
+    return [(json_document(turns),) for turns in conversations]
 
 
 def store_images(conversations: Sequence[list[Message]], folder: Path) -> None:
     """Write images held as bytes to `images/` in ``folder``, and put their paths in their places."""
-    for part in (part for found in conversations for message in found for part in message["content"]):
+    for part in (part for turns in conversations for message in turns for part in message["content"]):
         if isinstance(part.get("image"), bytes):
             name = f"images/{hashlib.sha256(part['image']).hexdigest()[:32]}"
             (folder / "images").mkdir(exist_ok=True)
@@ -56,30 +56,30 @@ def vision_messages(record: Record) -> list[Message]:
     """Return the messages of a record with their images in place: checked absolute paths, or bytes."""
     where, images = record.where, record.fields.get("images", record.fields.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
-    found = place_images(conversation(record.fields, where), images, where)
-    if not any(part["type"] == "image" for message in found for part in message["content"]):
+    turns = place_images(conversation(record.fields, where), images, where)
+    if not any(part["type"] == "image" for message in turns for part in message["content"]):
         # A rank with such a batch would not gather the weights that read images, while the others wait for it.
         raise UserError(f'{where}: has no image, which every record needs with data.format = "vision"; leave it out')
-    for message in found:
+    for message in turns:
         message["content"] = [_located(part, where, record.folder) for part in message["content"]]
-    return found
+    return turns
 
 
-def place_images(found: list[Message], images: list[Any], where: str) -> list[Message]:
+def place_images(turns: list[Message], images: list[Any], where: str) -> list[Message]:
     """Return the messages with contents as parts, and each image as ``{"type": "image", "image": …}`` in its place."""
-    left, mark = list(images), {"type": "image"}
-    placed = [{**message, "content": _parts(message["content"])} for message in found]
+    unplaced, mark = list(images), {"type": "image"}
+    placed = [{**message, "content": _parts(message["content"])} for message in turns]
     first = next((message for message in placed if message["role"] == "user"), None)
     if first is not None and not any(part["type"] == "image" for message in placed for part in message["content"]):
-        first["content"] = [mark] * len(left) + first["content"]
+        first["content"] = [mark] * len(unplaced) + first["content"]
     for message in placed:
         for number, part in enumerate(message["content"]):
             if part == mark:
-                if not left:
+                if not unplaced:
                     raise UserError(f'{where}: a message has a place for an image that "images" lacks; correct it')
-                message["content"][number] = {**mark, "image": left.pop(0)}
-    if left:
-        raise UserError(f"{where}: {len(left)} of {len(images)} images have no place in the messages; correct it")
+                message["content"][number] = {**mark, "image": unplaced.pop(0)}
+    if unplaced:
+        raise UserError(f"{where}: {len(unplaced)} of {len(images)} images have no place in the messages; correct it")
     return placed
 
 
@@ -148,7 +148,7 @@ class VisionCollate:
         for sample in samples:
             parts = (part for message in sample["messages"] for part in message["content"] if part["type"] == "image")
             images.append([read_image(part["image"], sample["where"]) for part in parts])
-        processed = self._process([each.text for each in rendered], images)
+        processed = self._process([chat.text for chat in rendered], images)
         plain = self._template.documents(rendered)
         rows = []
         for number, sample in enumerate(samples):
@@ -166,16 +166,16 @@ class VisionCollate:
                     "train.sequence_length, or leave it out"
                 )
         cut = [Document(row.ids[: width + 1], row.counted[: width + 1]) for row in rows]
-        made = pad_ends(self._tokenizer.pad_token_id, [each.sample() for each in cut])
+        batch = pad_ends(self._tokenizer.pad_token_id, [row.sample() for row in cut])
         padded = processed["input_ids"].shape
         for key, value in processed.items():
-            if key not in made and isinstance(value, torch.Tensor):
-                made[key] = value[:, :width] if value.shape[:2] == padded else value
-        return made
+            if key not in batch and isinstance(value, torch.Tensor):
+                batch[key] = value[:, :width] if value.shape[:2] == padded else value
+        return batch
 
     def _counted(self, ids: Ids, plain: Document, images: list[Any], where: str) -> Ids:
         """Map the targets of the text to the processor's tokens: bool [len(ids)]."""
-        mark = next((each for each in self._marks if (plain.ids == each).any()), self._image)
+        mark = next((token for token in self._marks if (plain.ids == token).any()), self._image)
         places = np.flatnonzero(plain.ids == mark)
         if len(places) == 1:
             grown = np.array([len(ids) - len(plain.ids)])
