@@ -38,7 +38,7 @@ REPLACES = {
     "train.steps": ("train.epochs",),
     "train.epochs": ("train.steps",),
 }
-"""By key of `--set`, the keys of the file that it excludes and removes."""
+"""Key of `--set` → keys of the file that it excludes and removes."""
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:

@@ -115,7 +115,7 @@ class Loader:
         self._prefetch, self._device = prefetch, device
         self._first = 0  # first global sample of the current step
         self._taken = 0  # microbatches given in the current step
-        self._places: list[Origins] = []
+        self._origins: list[Origins] = []
         self._made: Iterator[tuple[Batch, Origins]] | None = None
 
     def __iter__(self) -> Loader:
@@ -124,11 +124,11 @@ class Loader:
     def __next__(self) -> Batch:
         if self._made is None:
             self._made = self._begin()
-        batch, places = next(self._made)
+        batch, origins = next(self._made)
         if self._taken == self._accumulate:
-            self._first, self._taken, self._places = self._first + self._batch_size, 0, []
+            self._first, self._taken, self._origins = self._first + self._batch_size, 0, []
         self._taken += 1
-        self._places.append(places)
+        self._origins.append(origins)
         return batch
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after ``state["samples"]`` global samples, at any batch size and number of ranks."""
         self.close()
-        self._first, self._taken, self._places = int(state["samples"]), 0, []
+        self._first, self._taken, self._origins = int(state["samples"]), 0, []
 
     def describe_last(self, microbatches: int) -> str:
         """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
@@ -153,7 +153,7 @@ class Loader:
             _, places = _fetcher(self._data, self._seed)(self._first, self._batch_size)
             origins, owner = places(), ""
         else:
-            origins = [place for places in self._places[-microbatches:] for place in places()]
+            origins = [place for last_origins in self._origins[-microbatches:] for place in last_origins()]
             owner = "of this rank: "
         shown = "; ".join(dict.fromkeys(origins[:SHOWN]))
         more = f"; and {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""

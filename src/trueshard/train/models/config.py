@@ -47,19 +47,19 @@ class ModelSection(Section):
     """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest. Or
     `owner/name` of a model on the hub, which is fetched into its cache."""
     revision: Text | None = None
-    """With `owner/name`: branch, tag or commit. A run keeps the commit that it began with."""
+    """Branch, tag or commit of `owner/name`. A run keeps the commit that it began with."""
     config: Text | None = None
     """A `config.json`, or a directory that has one: the same architecture, trained from scratch."""
     architecture: Text | None = None
     """A transformers `model_type` such as "llama", trained from scratch with `fields`."""
     fields: dict[str, Any] = {}
-    """With `architecture`: fields of its transformers configuration. The vocabulary size is the tokenizer's."""
+    """Fields of the transformers configuration of `architecture`. The vocabulary size is the tokenizer's."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Storage dtype of the parameters. For compute in bfloat16 see `shard.mixed_precision`."""
     freeze: list[Text] = []
     """Globs over parameters that are not trained, such as "vision_tower.*". One that matches none is an error."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """With `[adapter]`: store the frozen weights of linear layers in 8 or 4 bits (as QLoRA does)."""
+    """Store the frozen weights of linear layers in 8 or 4 bits, as QLoRA does; needs `[adapter]`."""
 
     _one_source = one_of("model.path", "model.config", "model.architecture")
 
