@@ -38,7 +38,7 @@ def half(draft: Draft, key: str, value: Any) -> None:
 def loss(draft: Draft, key: str, value: Any) -> None:
     """Read `loss_type` with `importance_sampling_level`."""
     level, word = str(draft.get("importance_sampling_level")).lower(), draft.word(key, value)
-    if level == "sequence" and word.sets.get("rl.loss") in ("weight", "soft"):
+    if level == "sequence" and word.sets.get("rl.loss") not in (None, "clip", "sequence"):
         draft.tell(
             key, value, "none", f'{value} of a ratio of whole answers is not there; rl.loss = "sequence" is GSPO'
         )

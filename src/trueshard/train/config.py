@@ -391,10 +391,10 @@ class Config(Section):
         if self.shard.options().exact not in (False, True, self.train.exact):
             raise ValueError("shard.exact has a table, which belongs into train.exact here; move it")
         object.__setattr__(self, "shard", self.shard.model_copy(update={"exact": self.train.exact}))
-        if self.rollout.engine == "vllm":
+        if self.rollout.on_server:
             raise ValueError(
-                'train.exact does not go with rollout.engine = "vllm", whose server rounds by what else it computes; '
-                'use "transformers"'
+                f'train.exact does not go with rollout.engine = "{self.rollout.engine}", whose server rounds by what '
+                'else it computes; use "transformers"'
             )
         if self.rollout.continuous:
             raise ValueError(

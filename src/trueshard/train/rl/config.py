@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from trueshard.text import nearest
+from trueshard.train.rl.policy_losses import LOSSES
 from trueshard.train.section import Section, Text
 
 
@@ -30,7 +32,7 @@ class RLSection(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """With a negative advantage, the ratio counts up to this. Left out: without limit."""
     soft: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)] = [1.0, 1.05]
-    """With loss "soft": temperatures τ for positive and for negative advantages."""
+    """Temperatures τ for positive and for negative advantages, with loss "soft"."""
     updates: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps on the answers of one rollout, each on `train.batch_size` others."""
     kl: Annotated[float, Field(ge=0)] = 0.0
@@ -39,11 +41,11 @@ class RLSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the divergence from the sampled tokens (Schulman 2020)."""
     kl_in: Literal["loss", "reward"] | None = None
-    """Where it counts. Left out: k1 in the reward, k2 and k3 in the loss."""
+    """Place of the divergence, the loss or the reward. Left out: k1 in the reward, k2 and k3 in the loss."""
     skip_equal: bool = True
     """Leave out groups whose rewards are all equal, and answer other prompts in their place."""
     refill: Annotated[int, Field(ge=0)] = 3
-    """At most so many times a rollout."""
+    """Largest number of times that a rollout does so."""
     overlong: Literal["count", "mask"] | dict[Literal["from"], Annotated[int, Field(ge=0)]] = "count"
     """Answers that do not end within `rollout.tokens`: counted as they are, masked (no loss), or `{from = n}`: the
     reward falls from n tokens on, by 1 at `rollout.tokens` (DAPO)."""
@@ -54,8 +56,8 @@ class RLSection(Section):
             raise ValueError(f'rl.samples is 1, and rl.advantage = "{self.advantage}" compares answers; set 2 or more')
         if self.clip[0] > 1:
             raise ValueError(f"rl.clip: 1 - {self.clip[0]} is negative, and a ratio is not; use 0 to 1")
-        if self.loss not in ("clip", "sequence", "weight", "soft") and ":" not in self.loss:
-            near = nearest(self.loss, ("clip", "sequence", "weight", "soft"))
+        if self.loss not in LOSSES and ":" not in self.loss:
+            near = nearest(self.loss, tuple(LOSSES))
             raise ValueError(f'rl.loss: unknown {self.loss!r}; use one of these or "file.py:function".{near}')
         return self
 
@@ -71,13 +73,35 @@ _BIASED = (
 )
 
 
-class RolloutSection(Section):
-    """How answers are sampled, with `[rl]`. Each is a function of seed, step, prompt and number."""
+@dataclass(frozen=True)
+class EngineKind:
+    """An engine that answers prompts, as the table of engines has it."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    build: str
+    """Import path "module:function" of (`[rollout]`, model, `PromptEncoder`, folder) → `Engine`, imported when used."""
+    is_server: bool
+    """True if it answers at `rollout.url`, in processes of its own; then it takes no memory of the ranks."""
+
+
+ENGINES = {
+    "transformers": EngineKind("trueshard.train.rl.engine:build", is_server=False),
+    "vllm": EngineKind("trueshard.train.rl.vllm:build", is_server=True),
+}
+"""``rollout.engine`` → its kind."""
+
+if TYPE_CHECKING:
+    EngineName = str
+else:  # a type checker wants to see each word; pydantic takes them from the table
+    EngineName = Literal[tuple(ENGINES)]
+
+
+class RolloutSection(Section):
+    """Sampling of answers, with `[rl]`. Each is a function of seed, step, prompt and number."""
+
+    engine: EngineName = "transformers"
     """transformers: in the ranks, on the model itself. vllm: a server at `url`."""
     copy_: Literal["auto", "gathered", "kept", "sharded"] = Field(default="auto", alias="copy")
-    """With "transformers": generate on a whole copy in the compute dtype on each rank (gathered), on the sharded model
+    """Generate, with "transformers", on a whole copy in the compute dtype on each rank (gathered), on the sharded model
     with all units kept gathered meanwhile (kept), or with each unit gathered for each token (sharded). auto: a copy if
     it fits into memory."""
     tokens: Annotated[int, Field(ge=1)] = 128
@@ -87,22 +111,23 @@ class RolloutSection(Section):
     batch: Annotated[int, Field(ge=1)] = 64
     """Answers that are generated together; it does not change them beyond rounding."""
     continuous: bool = False
-    """With "transformers" and a copy: an answer that ends makes room for the next one at once, without padding. The
-    same answers, beyond rounding; faster where their lengths differ. For text, with transformers 5.19 or newer."""
+    """Continuous batching, with "transformers" and a copy: an answer that ends makes room for the next one at once,
+    without padding. The same answers, beyond rounding; faster where their lengths differ. For text, with transformers
+    5.19 or newer."""
     stop: list[Text] = []
     """Texts at which an answer ends, besides the end-of-text token."""
     url: Text | None = None
-    """With "vllm": address of the server, "http://127.0.0.1:8000"."""
+    """Address of the server, with "vllm": "http://127.0.0.1:8000"."""
     sync: Literal["directory", "nccl"] = "directory"
-    """With "vllm": the way of new weights. directory: files below `run.dir`, which the server must see. nccl: from GPU
+    """The way of new weights to "vllm". directory: files below `run.dir`, which the server must see. nccl: from GPU
     to GPU."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """With "vllm": seconds for an answer of the server, or for new weights."""
+    """Seconds for an answer of the server, or for new weights."""
     correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
     """Weights for the difference between the engine's probabilities and the trainer's: at most bounds[1]; 0 outside the
     bounds; or 0 for answers whose product over tokens is outside."""
     bounds: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = [0.5, 5.0]
-    """With `correction`: least and largest ratio of probabilities, trainer over engine."""
+    """Least and largest ratio of probabilities, trainer over engine, with `correction`."""
     ahead: Annotated[int, Field(ge=0, le=1)] = 0
     """1: answers of the next step are made with the weights before this one, by a server meanwhile."""
 
@@ -116,15 +141,23 @@ class RolloutSection(Section):
 
     @model_validator(mode="after")
     def _server(self) -> RolloutSection:
-        if (self.engine == "vllm") != (self.url is not None):
-            raise ValueError('rollout.url goes with rollout.engine = "vllm", and that needs it; set both, or neither')
-        if self.continuous and self.engine == "vllm":
+        if self.on_server != (self.url is not None):
+            servers = " or ".join(f'"{name}"' for name, kind in ENGINES.items() if kind.is_server)
+            raise ValueError(
+                f"rollout.url goes with rollout.engine = {servers}, and that needs it; set both, or neither"
+            )
+        if self.continuous and self.engine != "transformers":
             raise ValueError('rollout.continuous goes with rollout.engine = "transformers" only; remove it')
         if self.continuous and self.copy_ not in ("auto", "gathered"):
             raise ValueError(f'rollout.continuous needs a copy, and rollout.copy is "{self.copy_}"; use "gathered"')
         if self.bounds[0] >= self.bounds[1]:
             raise ValueError(f"rollout.bounds: {self.bounds[0]} is not below {self.bounds[1]}; give least and largest")
         return self
+
+    @property
+    def on_server(self) -> bool:
+        """True if answers are made outside the ranks."""
+        return ENGINES[self.engine].is_server
 
 
 class RewardSection(Section):
@@ -133,7 +166,7 @@ class RewardSection(Section):
     function: Text | Annotated[list[Text], Field(min_length=1)]
     """"file.py:function", or "maths" (needs math-verify); or several, whose rewards are added."""
     weights: list[float] = []
-    """With several functions: the weight of each. Left out: 1."""
+    """Weight of each of several functions. Left out: 1."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of every call."""
     processes: Annotated[int, Field(ge=1)] = 1

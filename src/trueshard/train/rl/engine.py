@@ -5,13 +5,13 @@
 - Requests are generated in pieces of ``batch``, whose content follows from the order of requests and not from the
   number of ranks; piece i on rank i modulo ranks. Each form of the engine gives the same tokens.
 - Continuous batching, the fourth form, is in ``continuous``.
-- Tokens are drawn by ``drawing.Draw``, which gives each sample random numbers of its own.
+- Tokens are drawn by ``token_sampling.Draw``, which gives each sample random numbers of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.data.order import draws
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.rl.batch import PromptEncoder
-from trueshard.train.rl.config import RolloutSection
+from trueshard.train.rl.config import ENGINES, RolloutSection
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Engine, Request, Sampling
@@ -146,16 +146,14 @@ ROOM = 0.5
 
 def choose_engine(section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> Engine:
     """Return the engine of `[rollout]`. Collective; raises `UserError`."""
-    ends = ends_of(model, encoder)
-    if section.engine == "vllm":
-        from trueshard.train.rl.vllm import VLLMEngine
+    module, _, function = ENGINES[section.engine].build.partition(":")
+    engine: Engine = getattr(importlib.import_module(module), function)(section, model, encoder, folder)
+    return engine
 
-        if folder is None:
-            raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
-        bound = probe_bound(compute_dtype(model))
-        texts = probes(len(encoder.tokenizer))
-        score = functools.partial(log_probabilities, model, PolicyLoss())
-        return VLLMEngine(section, model, encoder.tokenizer, ends, folder, texts, bound, score)
+
+def build(section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> Engine:
+    """Return the engine "transformers" in the form that `[rollout]` asks for. Collective; raises `UserError`."""
+    ends = ends_of(model, encoder)
     copy = section.copy_ if section.copy_ != "auto" else ("gathered" if copy_fits(model) else "kept")
     if section.continuous:
         return _continuous(model, encoder, ends, copy, section.batch)

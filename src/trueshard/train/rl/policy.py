@@ -1,17 +1,8 @@
 """The losses that raise the probability of answers with an advantage.
 
-With the ratio r = π / π_old of a token's probabilities, the advantage A of its answer, and clip = (low, high), the loss
-of a token is
-
-- ``clip`` (PPO, Schulman et al. 2017; GRPO): max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 with ``dual_clip``
-  c at most -A c (Ye et al. 2020);
-- ``sequence`` (GSPO, Zheng et al. 2025): the same with the geometric mean of the answer's ratios in place of r;
-- ``weight`` (CISPO, MiniMax 2025): -A log π times clip(r, …), which has no gradient itself;
-- ``soft`` (SAPO, Gao et al. 2025): -A (4 / τ) sigmoid(τ (r - 1)), with one τ for A >= 0 and one for A < 0;
-- a function of one's own.
+``policy_losses`` has the loss of a token; here is what all of them share.
 
 - π and π_old are computed in the same microbatches and without dropout, so at equal weights r is exactly 1.
-- log r is cut at ±20.
 - Log-probabilities and entropies come from some rows of the head at a time: the whole logits are never held, unless the
   model changes them after its head. Positions without a target are left out before the head.
 - Everything that is divided is summed here, and divided by the trainer over all ranks and microbatches: how answers are
@@ -34,6 +25,7 @@ from trueshard.errors import UserError
 from trueshard.train.data.batches import IGNORED, Batch
 from trueshard.train.losses import Forward, HeadRows, logits_of
 from trueshard.train.rl.config import RLSection, RolloutSection
+from trueshard.train.rl.policy_losses import LIMIT, LOSSES, LossInputs, LossOutputs, token_ratio
 from trueshard.train.rl.ranks import on_every_rank
 from trueshard.train.rl.reward_functions import Wrong, find
 
@@ -41,8 +33,6 @@ Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], to
 """(log-probabilities, old ones, both [rows, length], advantages [rows, 1], mask [rows, length] of the targets) → loss
 of each token, [rows, length]."""
 
-LIMIT = 20.0
-"""Largest |log r|."""
 PIECES = 8
 """Pieces in which the rows of the head are computed, and recomputed in backward."""
 FEW = 2**20
@@ -50,7 +40,7 @@ FEW = 2**20
 OWN = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
 """Entries of a batch that are not the model's inputs."""
 MAXIMA = ("ratio_max", "mismatch_max")
-"""Of what is measured, that of which the largest counts, and not the mean."""
+"""Measures of which the largest value is reported, in place of the mean."""
 
 
 class PolicyLoss:
@@ -83,7 +73,8 @@ class PolicyLoss:
             raise ValueError(f"loss is {loss!r}; it is one of {', '.join(LOSSES)}, or a function")
         if average not in ("token", "sequence", "length") or (average == "length") != (length is not None):
             raise ValueError(f'average is {average!r}; it is "token", "sequence", or "length" together with length=')
-        self.loss, self.clip, self.dual_clip, self.soft = loss, tuple(clip), dual_clip, tuple(soft)
+        self.loss, self.dual_clip = loss, dual_clip
+        self.clip, self.soft = (clip[0], clip[1]), (soft[0], soft[1])
         self.average, self.length, self.temperature = average, length, temperature
         self.kl, self.kl_estimator, self.correction, self.bounds = kl, kl_estimator, correction, tuple(bounds)
         self.off_policy = False
@@ -94,7 +85,7 @@ class PolicyLoss:
         """Tokens that are never sampled, such as the place of an image: their probability is 0."""
         self._rows_of = HeadRows(whole_logits)
         self._parts: dict[str, list[torch.Tensor]] = {}
-        """What is measured → of each microbatch since ``measures``, its sum or maximum: 0-dim, float64."""
+        """Measure → its sum or maximum in each microbatch since the last call of ``measures``: 0-dim, float64."""
         self.kept: list[torch.Tensor] = []
         """Log-probabilities of the microbatches since ``measures``, [rows, length] each."""
 
@@ -160,7 +151,9 @@ class PolicyLoss:
         advantages = batch["advantages"].to(logs.dtype)[:, None]
         engine = batch.get("engine_logprobs")
         old = engine if self.off_policy and engine is not None and "old_logprobs" not in batch else now
-        each = self._each(logs, old, advantages, mask)
+        inputs = LossInputs(logs, old, engine, advantages, mask, self.clip, self.dual_clip, self.soft)
+        outputs = self._token_loss(inputs)
+        each = outputs.loss
         if engine is not None and self.correction != "none":
             each = each * self._weights(old - engine, mask)
         if "reference_logprobs" in batch:
@@ -168,7 +161,7 @@ class PolicyLoss:
             each = each + self.kl * divergence if self.kl else each
             self._add("kl_reference", divergence, mask)
         if torch.is_grad_enabled():
-            self._measure(logs.detach(), entropy, old, advantages, mask)
+            self._measure(inputs, outputs.ratio, entropy)
             if engine is not None:
                 self._compare(now - engine, mask)
         each = torch.where(mask, each, 0.0)
@@ -176,23 +169,11 @@ class PolicyLoss:
             return (each.sum(1) / mask.sum(1).clamp(min=1)).sum()
         return each.sum()
 
-    def _each(
-        self, logs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        if callable(self.loss):
-            return self.loss(logs, old, advantages, mask)
-        log_ratio = _log_ratio(logs, old, mask, whole=self.loss == "sequence")
-        ratio, (low, high) = log_ratio.exp(), self.clip
-        if self.loss == "weight":
-            return -advantages * logs * ratio.detach().clamp(1 - low, 1 + high)
-        if self.loss == "soft":
-            above, below = self.soft
-            heat = torch.where(advantages >= 0, torch.full_like(advantages, above), below)
-            return -advantages * (4 / heat) * torch.sigmoid(heat * (ratio - 1))
-        each = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
-        if self.dual_clip is not None:
-            each = torch.where(advantages < 0, torch.minimum(each, -advantages * self.dual_clip), each)
-        return each
+    def _token_loss(self, inputs: LossInputs) -> LossOutputs:
+        if isinstance(self.loss, str):
+            return LOSSES[self.loss](inputs)
+        arguments = inputs.trainer_logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask
+        return LossOutputs(self.loss(*arguments), token_ratio(inputs))
 
     def _weights(self, difference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the weights of the correction, [rows, length], for log π_old - log of the engine's probability."""
@@ -208,21 +189,15 @@ class PolicyLoss:
     # What is measured
 
     @torch.no_grad()
-    def _measure(
-        self,
-        logs: torch.Tensor,
-        entropy: torch.Tensor,
-        old: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> None:
-        ratio, (low, high) = _log_ratio(logs, old, mask, whole=self.loss == "sequence").exp(), self.clip
-        self._add("tokens", torch.ones_like(logs), mask)
+    def _measure(self, inputs: LossInputs, ratio: torch.Tensor, entropy: torch.Tensor) -> None:
+        logprobs, advantages, mask = inputs.trainer_logprobs.detach(), inputs.advantages, inputs.loss_mask
+        low, high = self.clip
+        self._add("tokens", torch.ones_like(logprobs), mask)
         self._add("entropy", entropy, mask)
-        self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logs.dtype), mask)
-        self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logs.dtype), mask)
+        self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logprobs.dtype), mask)
+        self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logprobs.dtype), mask)
         self._add("ratio_max", ratio, mask)
-        self.kept.append(logs)
+        self.kept.append(logprobs)
 
     def _compare(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
         """Measure the mismatch, of log-probabilities: the trainer's - the engine's."""
@@ -276,14 +251,6 @@ def estimates(
     return (-difference).clamp(max=LIMIT).exp() + difference - 1
 
 
-def _log_ratio(logs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Return log r, [rows, length]; with ``whole``, the mean of each row, [rows, 1]."""
-    found = torch.where(mask, logs - old, 0.0)
-    if whole:
-        found = found.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return found.clamp(-LIMIT, LIMIT)
-
-
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Run a model in evaluation mode, but for layers of transformers that recompute in training mode only."""
@@ -310,9 +277,6 @@ def padding_is_seen(model: nn.Module, pad: int, device: torch.device) -> bool:
         dtype = logits_of(model, {"input_ids": tokens}).dtype
     limit = (8 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps * float(alone.abs().max())
     return float((alone - beside).abs().max()) > limit
-
-
-LOSSES = ("clip", "sequence", "weight", "soft")
 
 
 def policy_loss(rl: RLSection, rollout: RolloutSection, whole_logits: bool = False) -> PolicyLoss:

@@ -43,7 +43,7 @@ class Reward:
 
 Messages = list[dict[str, Any]]
 Turn = Messages | Reward
-"""What an episode does next: adds messages to the conversation and waits for the model's answer, or ends."""
+"""Next turn of an episode: messages, after which it waits for the model's answer, or its end, a reward."""
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Answer:
     slow: bool = False
     """True if it was killed at its time limit."""
     ended: str = ""
-    """How the process ended, if it did by itself: "was ended by SIGSEGV"."""
+    """End of the process in words, if it ended by itself: "was ended by SIGSEGV"."""
 
     @property
     def failed(self) -> bool:
@@ -66,11 +66,11 @@ class Answer:
 
 
 class Processes:
-    """At most ``count`` processes with the same functions."""
+    """Pool of at most ``count`` processes with the same functions."""
 
     def __init__(self, count: int, functions: Sequence[str], arguments: dict[str, Any]) -> None:
         self.forms: list[str] = []
-        """Of each function; empty until one process has loaded them."""
+        """Form of each function; empty until one process has loaded them."""
         self._settings = {"functions": list(functions), "arguments": arguments}
         self._processes: list[_Process | None] = [None] * count
         weakref.finalize(self, _end, self._processes, os.getpid())
@@ -210,7 +210,7 @@ class _Running:
     sent: deque[tuple[int, float]] = field(default_factory=deque)
     """Number and time limit of each call; the first is the one that it works on."""
     deadline: float = 0.0
-    """Of the first."""
+    """Deadline of the first call in ``sent``, on ``time.monotonic``'s clock."""
     loads: bool = False
     """True while the process imports the functions; calls are sent after it."""
     _since: float = 0.0

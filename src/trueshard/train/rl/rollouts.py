@@ -47,7 +47,7 @@ class Begun:
     step: int
     version: int
     seen: Counter[int]
-    """How many samples each prompt has so far."""
+    """Number of samples of each prompt so far."""
     asked: Asked
 
 
@@ -109,11 +109,11 @@ class Rollouts:
         encoder = PromptEncoder(tokenizer, processor)
         self.loss.never = encoder.never
         self._pad = pad_token(tokenizer)
-        self.loss.reads_mask = encoder.has_images or padding_is_seen(model, self._pad, self.device)
         engine = choose_engine(self.rollout, model, encoder, folder)
         self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
         self._prompts, self._accumulate, self._microbatch = prompts, accumulate, microbatch
+        self._is_padding_probed = False
         self.deals_in_turn = microbatch is not None
         """True if microbatch number n of a step, over all ranks, is that of rank n modulo ranks."""
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
@@ -125,7 +125,7 @@ class Rollouts:
         """Prompts answered so far."""
         self.current: Rollout | None = None
         self.measures: dict[str, float] = {}
-        """Of the current step."""
+        """Measures of the current step."""
         self._ahead: Rollout | None = None
         self._begun: Begun | None = None
         self._left: list[list[Scored]] = []
@@ -142,6 +142,10 @@ class Rollouts:
         return self._batches.pop(0)
 
     def _begin_step(self) -> None:
+        if not self._is_padding_probed:  # here and not in the constructor: it runs forwards, and so collectives
+            self._is_padding_probed = True
+            has_images = self.sampler.encoder.has_images
+            self.loss.reads_mask = has_images or padding_is_seen(self.model, self._pad, self.device)
         self.step += 1
         self.measures = {}
         if not self._left:

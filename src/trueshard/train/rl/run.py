@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Parts:
-    """What the trainer needs."""
+    """Parts of a run that the trainer needs."""
 
     rollouts: Rollouts
     loss: PolicyLoss

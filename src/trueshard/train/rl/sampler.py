@@ -16,7 +16,7 @@ from trueshard.train.rl.samples import Answer, Engine, Prompt, Request, Sample, 
 
 @dataclass
 class Asked:
-    """What is to be answered."""
+    """Prompts to answer, as samples without tokens and as requests."""
 
     samples: list[Sample]
     prompts: list[Prompt]

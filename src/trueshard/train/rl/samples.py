@@ -25,14 +25,14 @@ class Prompt:
     """A record of the data, as tokens."""
 
     number: int
-    """Of the record among the training samples."""
+    """Number of the record among the training samples."""
     ids: list[int]
     record: Mapping[str, Any]
     """The fields of the record, for the reward."""
     where: str
     """File and line, for error messages."""
     messages: list[dict[str, Any]] | None = None
-    """Of a conversation, images in place; None for plain text."""
+    """Messages of a conversation, images in place; None for plain text."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """Tokens after the prompt, with the one that ends the answer."""
     own: list[bool] = field(default_factory=list)
-    """Of each of ``tokens``: True if the model gave it, False if an environment did."""
+    """Origin of each of ``tokens``: True if the model gave it, False if an environment did."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each of ``tokens``: the engine's log-probability, in nats; 0 if an environment gave it."""
+    """Log-probability of each of ``tokens`` by the engine, in nats; 0 if an environment gave it."""
     text: str = ""
     """``tokens`` as text, without special tokens."""
     finished: bool = False
@@ -61,7 +61,7 @@ class Sample:
     """Optimizer steps that the weights had taken which made it."""
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
-    """What the reward functions returned, by name."""
+    """Values that the reward functions returned, by name."""
 
     @property
     def name(self) -> Name:
@@ -87,7 +87,7 @@ class Answer:
     """The continuation of a request."""
 
     ids: list[int]
-    """With the token that ends it."""
+    """Tokens, with the one that ends it."""
     logprobs: list[float]
     """Log-probability of each, in nats, at the temperature of sampling."""
     finished: bool
@@ -96,7 +96,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Settings by which tokens are drawn."""
 
     temperature: float = 1.0
     """0: the likeliest token."""

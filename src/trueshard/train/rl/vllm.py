@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,16 @@ from torch import nn
 
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.errors import UserError
+from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
+from trueshard.train.rl.engine import compute_dtype, ends_of, log_probabilities, probe_bound, probes
+from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.samples import Answer, Request, Sampling
 from trueshard.train.rl.vllm_server import (
     COMPLETIONS,
-    Batch,
+    Completions,
     Server,
-    Settings,
+    ServerSettings,
     on_every_rank,
     on_first_rank,
     question,
@@ -34,10 +38,10 @@ from trueshard.train.rl.vllm_server import (
 from trueshard.train.rl.vllm_weights import Directory, Sync, Transfer, has_adapters
 
 _STILL = 0.1
-"""Of the bound: how far the model's log-probabilities may move while the server's do not move by a bit."""
+"""Part of the bound by which the model's log-probabilities may move while the server's keep every bit."""
 
 Logprobs = list[list[float]]
-"""Of each text: of its tokens from the second on, in nats."""
+"""Log-probabilities of the tokens of each text, from the second on, in nats."""
 Score = Callable[[list[list[int]]], Logprobs]
 """The model's own log-probabilities of texts, at temperature 1. Collective; the same on every rank."""
 
@@ -46,12 +50,12 @@ Score = Callable[[list[list[int]]], Logprobs]
 class Started:
     """Requests that are under way."""
 
-    batch: Batch
-    """Those of this rank."""
+    completions: Completions
+    """Completions of this rank's requests."""
     count: int
-    """Of all ranks."""
+    """Number of requests of all ranks."""
     version: int
-    """Of the weights that answer them: optimizer steps."""
+    """Optimizer steps that the weights have taken which answer them."""
 
 
 class VLLMEngine:
@@ -91,10 +95,10 @@ class VLLMEngine:
         self._ranks = ranks = RankGroup(list(model.parameters()))
         self._server = server = Server(section.url or "", section.timeout)
         self._ends = sorted(ends)
-        settings: Settings = on_first_rank(ranks, lambda: _checked(section, server))
+        settings: ServerSettings = on_first_rank(ranks, lambda: _checked(section, server))
         alone = has_adapters(model) and settings.adapters and section.sync == "directory"
         self._served: str | None = None
-        self._running: Batch | None = None
+        self._running: Completions | None = None
         self._before: tuple[int, Logprobs, Logprobs] | None = None
         self._sync: Sync
         if section.sync == "nccl":
@@ -130,7 +134,7 @@ class VLLMEngine:
             for number, request in enumerate(requests)
             if number % world == rank
         }
-        self._running = Batch(self._server, mine, threads=-(-self._section.batch // world))
+        self._running = Completions(self._server, mine, concurrent=-(-self._section.batch // world))
         return Started(self._running, len(requests), self.version)
 
     def finish(self, started: Started) -> list[Answer]:
@@ -140,7 +144,7 @@ class VLLMEngine:
             UserError: on every rank: the server failed one of them, or took longer than ``rollout.timeout``.
         """
         try:
-            everyone = on_every_rank(self._ranks, started.batch.wait)
+            everyone = on_every_rank(self._ranks, started.completions.wait)
         finally:
             self._running = None
         answers = {number: answer for part in everyone for number, answer in part.items()}
@@ -203,9 +207,18 @@ class VLLMEngine:
             ) from None
 
 
-def _checked(section: RolloutSection, server: Server) -> Settings:
+def build(section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> VLLMEngine:
+    """Return the engine "vllm". Collective; raises `UserError`."""
+    if folder is None:
+        raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
+    tokenizer, ends, bound = encoder.tokenizer, ends_of(model, encoder), probe_bound(compute_dtype(model))
+    score = functools.partial(log_probabilities, model, PolicyLoss())
+    return VLLMEngine(section, model, tokenizer, ends, folder, probes(len(tokenizer)), bound, score)
+
+
+def _checked(section: RolloutSection, server: Server) -> ServerSettings:
     """Ask for the server's settings. Raises `UserError` if it cannot be used as ``section`` says."""
-    settings = Settings.of(server)
+    settings = ServerSettings.of(server)
     if section.temperature != 1 and not settings.processed:
         raise UserError(
             f"rollout.temperature is {section.temperature:g}, and the server's log-probabilities are those at 1; start "

@@ -1,4 +1,4 @@
-"""Ask a vLLM server over HTTP: one question, or many in the background.
+"""Requests to a vLLM server over HTTP: one, or many in the background.
 
 - Whatever goes wrong is a `UserError` of one line that names ``rollout.url``, what failed, and the remedy.
 - No answer takes longer than ``rollout.timeout``, also one that trickles in.
@@ -7,24 +7,25 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import asyncio
 import math
-import queue
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+
+import httpx
 
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.errors import UserError, one_line, refused, with_kind
 from trueshard.train.rl.samples import Answer, Request, Sampling, key_of
 
+Result = TypeVar("Result")
+
 COMPLETIONS = "/v1/completions"
 _LOWEST = -9999.0
-"""What the server writes for a log-probability of minus infinity."""
+"""The number that the server writes for a log-probability of minus infinity."""
 
 
 def on_every_rank(ranks: RankGroup, function: Callable[[], Any]) -> list[Any]:
@@ -59,96 +60,97 @@ class Server:
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            address = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            address = httpx.URL()
+        if address.scheme not in ("http", "https") or not address.host:
             raise UserError(f'rollout.url: {url!r} is no address of a server; write it as "http://127.0.0.1:8000"')
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._place, self._folder = parts.netloc.rpartition("@")[2], parts.path
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host = address.host
+        self.port = address.port or (443 if address.scheme == "https" else 80)
+        # [Note: limits of time] httpx limits each read, so an answer that trickles in could take for ever. wait_for
+        # limits the whole exchange; it needs an event loop, and a notebook's own may run in this thread already.
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="trueshard: vLLM", daemon=True).start()
+        # The server closes idle connections when it likes, so each request has a connection of its own. Settings of
+        # a proxy are for the world outside, and a server of the cluster is not there.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Return the answer to a POST of ``body``, to a GET if that is None: JSON, or text that is none.
+        """Return the answer of ``request``, and wait for it."""
+        return self.submit(self.request(path, body, timeout)).result()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Begin requests in the background."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """Return the answer to a POST of ``body``, or to a GET if that is None: JSON, or else text.
 
         Raises:
             UserError: no answer within ``timeout`` seconds, ``rollout.timeout`` if None, or one that says what failed.
         """
+        exchange = self._client.request("GET" if body is None else "POST", self.url + path, json=body)
         try:
-            status, content = self._exchange(path, body, time.monotonic() + (timeout or self.timeout))
-        except TimeoutError:
-            raise self.late(path) from None
-        except (OSError, http.client.HTTPException) as error:
+            response = await asyncio.wait_for(exchange, timeout or self.timeout)
+        except asyncio.TimeoutError:
+            raise self._late(path) from None
+        except httpx.ConnectError as error:
+            raise UserError(
+                f"rollout.url: no server answers at {self.url} ({with_kind(_first_cause(error))}); start vLLM there, "
+                "or correct the address"
+            ) from error
+        except httpx.HTTPError as error:
             raise UserError(
                 f"rollout.url: {self.url} broke off its answer to {path} ({with_kind(error)}); see the server's log, "
                 "start it again, and resume the run"
             ) from error
-        if status >= 400:
-            is_missing = status == 404 and not path.startswith("/v1/")
+        if response.status_code >= 400:
+            is_missing = response.status_code == 404 and not path.startswith("/v1/")
             remedy = "start it with VLLM_SERVER_DEV_MODE=1" if is_missing else "see the server's log"
-            raise UserError(f"rollout.url: {self.url} answered {path} with HTTP {status} ({_said(content)}); {remedy}")
-        try:
-            return json.loads(content)
-        except ValueError:
-            return content.decode(errors="replace")
+            raise UserError(
+                f"rollout.url: {self.url} answered {path} with HTTP {response.status_code} ({_reason(response)}); "
+                f"{remedy}"
+            )
+        return _content(response)
 
-    def late(self, path: str) -> UserError:
+    def _late(self, path: str) -> UserError:
         """Return the error of a question that was not answered in time."""
         return UserError(
             f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or set a "
             "longer rollout.timeout"
         )
 
-    def _exchange(self, path: str, body: Mapping[str, Any] | None, deadline: float) -> tuple[int, bytes]:
-        def left() -> float:
-            if (seconds := deadline - time.monotonic()) <= 0:
-                raise TimeoutError
-            return seconds
 
-        connection = self._kind(self._place, timeout=left())
-        try:
-            try:
-                connection.connect()
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise UserError(
-                    f"rollout.url: no server answers at {self.url} ({with_kind(error)}); start vLLM there, or correct "
-                    "the address"
-                ) from error
-            sock = connection.sock
-            content = None if body is None else json.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            connection.request("GET" if body is None else "POST", self._folder + path, content, headers)
-            response = connection.getresponse()
-            parts: list[bytes] = []
-            while not response.isclosed():
-                sock.settimeout(left())
-                if not (part := response.read1(1 << 20)):
-                    break
-                parts.append(part)
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return response.status, b"".join(parts)
-        finally:
-            connection.close()
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the error of the system, such as ConnectionRefusedError, behind one of httpx that only says "failed"."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
 
 
-def _said(content: bytes) -> str:
-    """Return the server's own words about an error, in one line."""
-    text = content.decode(errors="replace")
+def _content(response: httpx.Response) -> Any:
     try:
-        found = json.loads(text)
+        return response.json()
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        error = found.get("error", found.get("detail", found))
+        return response.content.decode(errors="replace")
+
+
+def _reason(response: httpx.Response) -> str:
+    """Return the server's own words about an error, in one line."""
+    content = _content(response)
+    if isinstance(content, dict):
+        error = content.get("error", content.get("detail", content))
         text = str(error.get("message", error) if isinstance(error, dict) else error)
+    else:
+        text = response.content.decode(errors="replace")
     return one_line(ValueError(text), 300) if text.strip() else "without a word"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What decides how the server can be used."""
+class ServerSettings:
+    """Settings of a server on which its use depends."""
 
     processed: bool
     """True if its log-probabilities are those at the temperature of sampling."""
@@ -158,14 +160,14 @@ class Settings:
     """The backend of its weight transfer."""
 
     @classmethod
-    def of(cls, server: Server) -> Settings:
+    def of(cls, server: Server) -> ServerSettings:
         """Ask for them."""
-        told = server.ask("/server_info?config_format=json")
-        config = told.get("vllm_config") if isinstance(told, dict) else None
+        content = server.ask("/server_info?config_format=json")
+        config = content.get("vllm_config") if isinstance(content, dict) else None
         if not isinstance(config, dict):
             raise UserError(f"rollout.url: {server.url} does not tell its configuration; vLLM 0.29 or newer does")
         mode = str((config.get("model_config") or {}).get("logprobs_mode"))
-        takes = (told.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+        takes = (content.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
         transfer = config.get("weight_transfer_config") or {}
         return cls(
             mode.endswith("processed_logprobs"), bool(config.get("lora_config") and takes), transfer.get("backend")
@@ -200,17 +202,17 @@ def question(request: Request, sampling: Sampling, ends: Sequence[int], model: s
     return body if model is None else body | {"model": model}
 
 
-def answer_of(told: Any, most: int, server: Server) -> Answer:
+def answer_of(content: Any, most: int, server: Server) -> Answer:
     """Return the continuation in a completion of ``most`` tokens at most. Raises `UserError` if it is not whole."""
     try:
-        choice = told["choices"][0]
+        choice = content["choices"][0]
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         reason = choice.get("finish_reason")
     except (LookupError, TypeError, AttributeError):
         raise _unusable(server, "without a completion") from None
     if not ids or not logprobs or len(ids) != len(logprobs):
         raise _unusable(server, "without token ids and a log-probability of each")
-    if not all(isinstance(each, int | float) and math.isfinite(each) and each > _LOWEST for each in logprobs):
+    if not all(isinstance(value, int | float) and math.isfinite(value) and value > _LOWEST for value in logprobs):
         raise _unusable(server, "with a log-probability that is not a finite number")
     if reason not in ("stop", "length"):
         raise _unusable(server, f"that was broken off (finish_reason {reason!r})")
@@ -219,7 +221,7 @@ def answer_of(told: Any, most: int, server: Server) -> Answer:
             f"rollout.url: {server.url} cut an answer after {len(ids)} of {most} tokens; start it with a "
             "--max-model-len of train.sequence_length or more"
         )
-    return Answer(list(ids), [float(each) for each in logprobs], reason == "stop")
+    return Answer(list(ids), [float(logprob) for logprob in logprobs], reason == "stop")
 
 
 def _unusable(server: Server, how: str) -> UserError:
@@ -228,51 +230,36 @@ def _unusable(server: Server, how: str) -> UserError:
     )
 
 
-class Batch:
-    """Completions that threads of this process ask for, from now on.
+class Completions:
+    """Completions under way in the background.
 
     Args:
-        bodies: number → body of the question.
-        threads: how many are asked at the same time.
+        bodies: number → body of the request.
+        concurrent: requests that are under way at the same time.
     """
 
-    def __init__(self, server: Server, bodies: Mapping[int, dict[str, Any]], threads: int) -> None:
-        self._server, self._count = server, len(bodies)
-        self._stopped = threading.Event()
-        self._todo: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
-        for each in bodies.items():
-            self._todo.put(each)
-        for _ in range(min(threads, len(bodies))):
-            threading.Thread(target=self._ask, name="trueshard: rollout", daemon=True).start()
-
-    def _ask(self) -> None:
-        found: Answer | BaseException
-        while not self._stopped.is_set():
-            try:
-                number, body = self._todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                found = answer_of(self._server.ask(COMPLETIONS, body), body["max_tokens"], self._server)
-            except BaseException as error:
-                found = error
-            self._done.put((number, found))
+    def __init__(self, server: Server, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> None:
+        self._future = server.submit(_complete(server, bodies, concurrent))
 
     def wait(self) -> dict[int, Answer]:
         """Return the answers by number. Raises the first error, and does not wait for the others."""
-        answers: dict[int, Answer] = {}
-        for _ in range(self._count):
-            try:
-                number, found = self._done.get(timeout=self._server.timeout + 1)  # each question has a limit of its own
-            except queue.Empty:
-                found = self._server.late(COMPLETIONS)
-            if isinstance(found, BaseException):
-                self.stop()
-                raise found
-            answers[number] = found
-        return answers
+        return self._future.result()
 
     def stop(self) -> None:
-        """Ask for no more."""
-        self._stopped.set()
+        """Cancel the requests."""
+        self._future.cancel()
+
+
+async def _complete(server: Server, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> dict[int, Answer]:
+    room = asyncio.Semaphore(max(1, concurrent))
+
+    async def complete(body: dict[str, Any]) -> Answer:
+        async with room:
+            return answer_of(await server.request(COMPLETIONS, body), body["max_tokens"], server)
+
+    tasks = [asyncio.create_task(complete(body)) for body in bodies.values()]
+    try:
+        return dict(zip(bodies, await asyncio.gather(*tasks), strict=True))
+    finally:  # after an error, gather leaves the others running
+        for task in tasks:
+            task.cancel()

@@ -192,7 +192,7 @@ class _RemedySearch:
 
     def _copies(self) -> list[dict[str, Any]]:
         """Ways of reinforcement learning to generate without a copy that stays."""
-        if self._config.rl is None or self._config.rollout.engine != "transformers":
+        if self._config.rl is None or self._config.rollout.on_server:
             return []
         ways = {"auto": ["kept", "sharded"], "gathered": ["kept", "sharded"], "kept": ["sharded"], "sharded": []}
         return [{"rollout.copy": each} for each in ways[self._config.rollout.copy_]]

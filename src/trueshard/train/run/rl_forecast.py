@@ -130,7 +130,7 @@ def copy_word(config: Config, settings: Any, device: Hardware, ranks: int) -> st
 
     None if nothing is generated on the ranks.
     """
-    if config.rl is None or config.rollout.engine != "transformers":
+    if config.rl is None or config.rollout.on_server:
         return None
     if config.rollout.copy_ != "auto":
         return config.rollout.copy_
