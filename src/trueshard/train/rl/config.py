@@ -25,12 +25,15 @@ class RLSection(Section):
     average: Literal["token", "sequence", "length"] = "token"
     """Mean of the loss over all tokens of the step; over answers, each the mean of its tokens; or over answers, each
     the sum of its tokens divided by `rollout.tokens` (Dr. GRPO)."""
-    loss: Text = "clip"
-    """clip (PPO), sequence (GSPO), weight (CISPO), soft (SAPO), or "file.py:function" of your own."""
+    loss: Text = Field(
+        default="clip",
+        description=", ".join(f"{word} ({loss.method})" for word, loss in LOSSES.items())
+        + ', or "file.py:function" of your own.',
+    )
     clip: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)] = [0.2, 0.28]
     """The ratio of probabilities after and before counts within 1 - clip[0] … 1 + clip[1]."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """With a negative advantage, the ratio counts up to this. Left out: without limit."""
+    """Largest ratio that counts with a negative advantage. Left out: without limit."""
     soft: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)] = [1.0, 1.05]
     """Temperatures τ for positive and for negative advantages, with loss "soft"."""
     updates: Annotated[int, Field(ge=1)] = 1

@@ -171,7 +171,7 @@ class PolicyLoss:
 
     def _token_loss(self, inputs: LossInputs) -> LossOutputs:
         if isinstance(self.loss, str):
-            return LOSSES[self.loss](inputs)
+            return LOSSES[self.loss].function(inputs)
         arguments = inputs.trainer_logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask
         return LossOutputs(self.loss(*arguments), token_ratio(inputs))
 

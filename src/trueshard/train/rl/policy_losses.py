@@ -93,10 +93,19 @@ def soft(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-inputs.advantages * (4 / heat) * torch.sigmoid(heat * (ratio - 1)), ratio)
 
 
-LOSSES: dict[str, Callable[[LossInputs], LossOutputs]] = {
-    "clip": clip,
-    "sequence": sequence,
-    "weight": weight,
-    "soft": soft,
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss of the table."""
+
+    function: Callable[[LossInputs], LossOutputs]
+    method: str
+    """Name of the method in the literature, for the documents."""
+
+
+LOSSES = {
+    "clip": TokenLoss(clip, "PPO"),
+    "sequence": TokenLoss(sequence, "GSPO"),
+    "weight": TokenLoss(weight, "CISPO"),
+    "soft": TokenLoss(soft, "SAPO"),
 }
-"""``rl.loss`` → function. The configuration, its errors and the tests take the words from here."""
+"""``rl.loss`` → loss. The configuration, its documents and errors, and the tests take the words from here."""

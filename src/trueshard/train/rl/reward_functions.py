@@ -37,7 +37,7 @@ LISTS = ("list", "batch")
 BUILT_IN = {"maths": "trueshard.train.rl.reward_maths"}
 """Functions without a file → their module."""
 PACKAGES = {"maths": "math-verify"}
-"""What such a function needs."""
+"""Built-in function → the package that it needs."""
 _POSITIONAL = {
     "one": ("completion", "record", "sample"),
     "list": ("completions", "records", "samples"),
@@ -49,7 +49,7 @@ _SAMPLES_OF = {"reward_input": "sequential", "reward_inputs": "batch"}
 
 
 class Wrong(Exception):
-    """What a function did wrong, as half a sentence; ``at``: the input that it did it with, None for all."""
+    """Mistake of a function, as half a sentence; ``at``: the input that it was made with, None for all."""
 
     def __init__(self, text: str, at: int | None = None) -> None:
         super().__init__(text)
@@ -65,7 +65,7 @@ class Function:
     arguments: dict[str, Any]
     """Keyword arguments of every call."""
     folder: Path | None
-    """Of its file; None if it is built in."""
+    """Folder of its file; None if it is built in."""
 
     def on(self, records: list[dict[str, Any]], samples: list[Sample]) -> Any:
         """Call it with samples, one unless its form takes a list, and return what it returns."""
