@@ -6,6 +6,7 @@ wrong as servers do: POST it to `/mode`, or set it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-MODES = ("hangs", "dies", "fails", "no logprobs", "no tokens", "nan", "breaks off", "no json")
+MODES = ("hangs", "trickles", "dies", "fails", "no logprobs", "no tokens", "nan", "breaks off", "no json")
 """How it goes wrong when it is asked for a completion."""
 
 
@@ -47,7 +48,13 @@ class FakeVLLM:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data) + 1000 * (fake.mode == "dies")))
                 self.end_headers()
-                self.wfile.write(data)
+                if fake.mode != "trickles" or self.path != "/v1/completions":
+                    self.wfile.write(data)
+                    return
+                with contextlib.suppress(OSError):  # the client has gone
+                    for byte in data:
+                        self.wfile.write(bytes([byte]))
+                        fake._closed.wait(0.2)
 
             def log_message(self, *args: Any) -> None:
                 pass

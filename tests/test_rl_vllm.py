@@ -91,6 +91,7 @@ def going_wrong(rank: int, world_size: int, folder: str, url: str) -> dict[str, 
 
 SAID = {
     "hangs": r"did not answer /v1/completions within 1 s; .*rollout\.timeout",
+    "trickles": r"did not answer /v1/completions within 1 s; .*rollout\.timeout",
     "dies": r"broke off its answer to /v1/completions \(RemoteProtocolError.*\); see the server's log",
     "fails": r"answered /v1/completions with HTTP 500 \(EngineCore encountered an issue\); see the server's log",
     "no logprobs": "without token ids and a log-probability of each; it must be vLLM",
