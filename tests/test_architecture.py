@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,30 @@ def test_private_attributes_of_torch_are_reached_in_one_package() -> None:
             if is_torchs or not (is_ours or operator or attribute in OF_OTHERS):
                 found.append(f"{name}:{line}: {holder}.{attribute}")
     assert found == []
+
+
+#: A docstring has a verb or a subject of its own: these words refer to something else.
+REFERRING = re.compile(
+    r"((of|in|on|at|by|for|from|with|without|to|as|over|under|between|beside|below|above|after|before|until|since"
+    r"|instead|likewise)|(it|they|them|those|these|that|what|which|who|whose|how|why|whether|where|when|both|the same))"
+    r"\b(?!-)",
+    re.IGNORECASE,
+)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring, those of attributes included."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value.strip()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_docstrings_begin_with_a_verb_or_a_subject(name: str) -> None:
+    lines = [f"{line}: {text[:60]}" for line, text in docstrings(parsed(FILES[name])) if REFERRING.match(text)]
+    assert lines == []
 
 
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.

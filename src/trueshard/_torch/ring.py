@@ -107,7 +107,7 @@ class _Kernels:
     forward: Any
     backward: Any
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the forward."""
+    """Keyword arguments of the forward."""
     slope: str = "grad_out"
     """Name of the backward's argument for the gradient of the output."""
     kept: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""For simulation: operators under a dispatch mode, fake tensors, simulated groups, and parts that are replaced."""
+"""Parts of a simulation: operators under a dispatch mode, fake tensors, simulated groups, parts that are replaced."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class ReplicasDiffer(RuntimeError):
         self.key = key
         """The first tensor that differs, as in ``StateHash``."""
         self.ranks = tuple(ranks)
-        """Those that differ from most; all that hold the part, if there is no majority."""
+        """Ranks that differ from most; all that hold the part, if there is no majority."""
 
 
 @torch.no_grad()

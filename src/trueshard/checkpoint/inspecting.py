@@ -1,4 +1,4 @@
-"""Without the model: list the content of a checkpoint, compare two, or check every byte of one.
+"""List the content of a checkpoint, compare two, or check every byte of one, without the model.
 
 ``inspect`` reads manifests and headers. Tensors are compared by their checksums, so at any world size; only where a
 file has no checksums are they read.

@@ -1,4 +1,4 @@
-"""Where tensors stand: the file and key in it that a checkpoint gives each, and those that another program gave.
+"""Places of tensors: the file and key in it that a checkpoint gives each, and those that another program gave.
 
 - What ``save`` writes of a model is a Hugging Face model directory; several models have a folder each. Of a PEFT model
   it is what PEFT writes and ``from_pretrained`` reads: the adapter, whose configuration names its base. The base is in

@@ -118,7 +118,7 @@ class LoadJob:
         self._filled: set[int] = set()  # ``id`` of those that are filled
         self._loads: list[OptimizerLoad] = []
         self._misfits: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
-        """What is wrong → name → text; "new" is no error."""
+        """Kind of misfit → name → text; "new" is no error."""
         self._found = Found()
 
     def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:

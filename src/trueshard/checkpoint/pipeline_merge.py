@@ -23,7 +23,7 @@ from trueshard.optim.ties import tied_name
 
 @dataclass
 class Told:
-    """What a rank tells the others before a save."""
+    """Message of a rank to the others before a save."""
 
     token: str
     first: int  # rank of its stage

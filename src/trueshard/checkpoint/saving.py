@@ -281,7 +281,7 @@ _running: Saving | None = None
 
 @atexit.register
 def _report() -> None:
-    """At exit, report a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
+    """Report at exit a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
     if _running is not None and _running.failure is not None:
         logger.error("trueshard: %s failed: %s", _running.what, _running.failure)
         logging.shutdown()

@@ -87,7 +87,7 @@ def weights(
 
 @dataclass(frozen=True)
 class _Form:
-    """What is done to names and whole tensors before they are given."""
+    """Changes to names and whole tensors before they are given."""
 
     published: bool
     dtype: torch.dtype | None
@@ -160,7 +160,7 @@ class _Member:
 
     places: list[Place]
     name: str | None
-    """To give; None: it is not given itself."""
+    """Name under which it is given; None: it is not given itself."""
 
 
 def _go_through(

@@ -1,4 +1,4 @@
-"""What single keys of Composer's `Trainer`, and of llm-foundry's YAML around it, become, where data cannot say it.
+"""Single keys of Composer's `Trainer`, and of llm-foundry's YAML around it, for which data cannot say what they become.
 
 Defaults are not assumed: such a file names what matters, and most keys are made by other tools.
 """

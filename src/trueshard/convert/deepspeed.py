@@ -1,4 +1,4 @@
-"""What DeepSpeed's JSON needs beyond its rules: "auto" is what the script says, and so is not given."""
+"""DeepSpeed's JSON, where it needs more than rules: "auto" is what the script says, and so is not given."""
 
 from __future__ import annotations
 

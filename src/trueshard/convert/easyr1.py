@@ -1,4 +1,4 @@
-"""What single keys of EasyR1 become, where a rule cannot say it as data.
+"""Single keys of EasyR1 for which a rule cannot say as data what they become.
 
 Its file is laid over the defaults of its classes, so that absent keys have these.
 """

@@ -21,7 +21,7 @@ Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
 Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""As `tables` describes them; set: the value goes to our key."""
+"""Kinds of rules, as `tables` describes them; set: the value goes to our key."""
 AXES = ("shard.tensor", "shard.tensor.ranks", "shard.context")
 """Our keys that decide which ranks read the same samples: their rules are applied first."""
 Found = TypeVar("Found")

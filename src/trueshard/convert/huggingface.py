@@ -1,4 +1,4 @@
-"""What single arguments of transformers' `Trainer` become, where a rule cannot say it as data.
+"""Single arguments of transformers' `Trainer` for which a rule cannot say as data what they become.
 
 A file with any training argument means all of them: absent ones have transformers' defaults. Model, data and sequence
 length are arguments of the script, and so are asked for.

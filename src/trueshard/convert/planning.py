@@ -38,12 +38,12 @@ RESHARD = ("never", "default", "always")
 
 @dataclass(frozen=True)
 class Change:
-    """What to change for the best plan: a key of their file, or words for what is elsewhere."""
+    """A change for the best plan: a key of their file, or words for what is elsewhere."""
 
     key: str
     value: Any
     before: Any
-    """What the file says; None: nothing."""
+    """Value in the file; None: it has none."""
     say: str = ""
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Advice:
     best: Study
     changes: tuple[Change, ...]
     differs: tuple[str, ...]
-    """How training there differs from what is forecast, one sentence each."""
+    """Differences of training there from what is forecast, one sentence each."""
 
     def __str__(self) -> str:
         rows = [_row("as it is", self.theirs)]

@@ -37,7 +37,7 @@ FIXED = {"always": "always so", "none": "no equivalent"}
 
 @dataclass(frozen=True)
 class Back:
-    """What a choice of ours is in a framework, where no rule's words say it."""
+    """Value of a choice of ours in a framework, where no rule's words say it."""
 
     ours: str
     value: Any = None  # None: any

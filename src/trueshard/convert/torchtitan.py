@@ -1,4 +1,4 @@
-"""What single keys of TorchTitan become, where a rule cannot say it as data.
+"""Single keys of TorchTitan for which a rule cannot say as data what they become.
 
 Its file means all keys: those that are absent have TorchTitan's defaults. Its models are its own; here a model is a
 Hugging Face directory, so that path is asked for.

@@ -1,4 +1,4 @@
-"""What single fields of TRL's `GRPOConfig`, `ModelConfig` and script arguments become, where data cannot say it.
+"""Single fields of TRL's `GRPOConfig`, `ModelConfig` and script arguments for which data cannot say what they become.
 
 The file is that of `trl grpo --config`: absent fields have TRL's defaults, those of transformers' arguments among them.
 """

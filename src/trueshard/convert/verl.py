@@ -1,4 +1,4 @@
-"""What single keys of verl become, where a rule cannot say it as data.
+"""Single keys of verl for which a rule cannot say as data what they become.
 
 Its YAML is laid by Hydra over verl's own files, so that absent keys have the defaults of these. A composed file (as
 Hydra writes beside a run) has all keys, and references such as `${oc.select:data.max_prompt_length,512}`.

@@ -1,4 +1,4 @@
-"""How an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
+"""Verdict on how an optimizer may step when its parameters are cut by rows: on the shards, by owners, or not at all.
 
 Known classes (torch's own) are looked up. Of any other, a copy with the user's own settings steps small parameters that
 stand in for the user's: once whole, once with each parameter alone having a gradient, once cut by rows as ranks would

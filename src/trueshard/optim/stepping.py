@@ -1,4 +1,4 @@
-"""What happens around ``step()`` of every optimizer that holds sharded parameters: the same object, the same call.
+"""Hooks around ``step()`` of every optimizer that holds sharded parameters: the same object, the same call.
 
 Hooks on the optimizer's own step show it plain tensors and put the DTensors back, between the user's hooks, which see
 DTensors. Parameters of a group that works on shards are stepped by the call itself. Those that need an owner come in

@@ -199,7 +199,7 @@ def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """In memory of its own: of one sample, a view would keep the whole sequence for backward."""
+    """Return this rank's part in memory of its own: of one sample, a view would keep the whole sequence."""
     return x.narrow(dim, *rows_of(x.shape[dim], group.rank(), group.size())).clone(
         memory_format=torch.contiguous_format
     )
@@ -217,7 +217,7 @@ def _gathered(x: torch.Tensor, dim: int, total: int, group: Group) -> torch.Tens
 
 
 def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """As ``_gathered``, what is sent to each rank is of the size of the largest part."""
+    """Reduce and scatter; what is sent to each rank is of the size of the largest part, as in ``_gathered``."""
     total, ranks = x.shape[dim], group.size()
     largest = rows_of(total, 0, ranks)[1]
     first = x.movedim(dim, 0)

@@ -78,14 +78,14 @@ def _refuse_adapter(name: str, modules: dict[str, nn.Module], ranks: int) -> Non
 
 
 class _Tokens(NamedTuple):
-    """What a module of experts is given."""
+    """Inputs of a module of experts."""
 
     hidden: torch.Tensor
     """(tokens, width)"""
     chosen: torch.Tensor
     """(tokens, experts of each), numbers of experts"""
     weights: torch.Tensor
-    """The same, of the experts."""
+    """Routing weights of the experts, in the same order."""
 
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -25,7 +25,7 @@ LENGTH = 8
 
 @dataclass
 class _Notes:
-    """What the children of the holder were given and gave in one pass."""
+    """Record of what the children of the holder were given and gave in one pass."""
 
     given: list[torch.Tensor] = field(default_factory=list)
     """Hidden states that each block was given, in turn."""
@@ -166,14 +166,14 @@ def _copy_without_hooks(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class MaskTrial:
-    """How a language model makes masks and positions."""
+    """Ways in which a language model makes masks and positions."""
 
     keeps_apart: bool
     """Packed documents, whose positions begin at 0 each, do not see each other."""
     takes_kinds: bool
-    """It takes a dict of masks, one for each kind of its layers."""
+    """The model takes a dict of masks, one for each kind of its layers."""
     counts_by_mask: bool
-    """Where it is given no positions it counts them by the mask, so padding before tokens moves them."""
+    """The model counts positions by the mask where it is given none, so padding before tokens moves them."""
 
 
 def try_masks(model: Any, attention: Iterable[str]) -> MaskTrial:

@@ -43,7 +43,7 @@ class Pass:
     total: int = 0
     """Tokens of the sequences that the blocks are given; a recomputation in backward has those of its forward."""
     in_parts: bool = False
-    """What the next block is given is this rank's part; the first begins it, the last or the norm ends it."""
+    """True while the next block is given this rank's part: from the first block to the last, or to the norm."""
     asked: bool = False
     """Hidden states between blocks are whole, since the model returns them."""
 
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a model computes on parts of sequences."""
+    """Modules of a model that compute on parts of sequences."""
 
     blocks: tuple[Block, ...]
     norm: str | None

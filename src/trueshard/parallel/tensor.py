@@ -306,7 +306,7 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
 
 
 def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
-    """Of a model that arrives cut: return the modules whose gradients transformers sums in a hook, without that hook.
+    """Return modules of a model that arrives cut whose gradients transformers sums in a hook, and remove that hook.
 
     It would sum them again with each microbatch.
     """

@@ -31,7 +31,7 @@ _KEY, _SHARED, _LAST = "_trueshard_sums", "_trueshard_shared_head", "_trueshard_
 
 @dataclass(frozen=True)
 class Style:
-    """How ranks share a module, or a parameter."""
+    """Way in which ranks share a module, or a parameter."""
 
     dim: int | None = None
     """Dimension along which a parameter of two or more dimensions is cut; None: every rank has all of it."""
@@ -46,7 +46,7 @@ class Style:
     leave: Callable[[nn.Module, Any, dist.ProcessGroup], Any] | None = None
     """(module, output, group) → what the module returns instead."""
     linear: bool = False
-    """For modules that multiply by ``weight`` of (out_features, in_features) alone."""
+    """True for modules that multiply by ``weight`` of (out_features, in_features) alone."""
     local: bool = False
     """``enter`` communicates nothing."""
     apart: str | None = None
@@ -58,7 +58,7 @@ class Style:
     weights_outputs: bool = False
     """The second input (routing weights of experts) needs the gradients of all ranks, too."""
     by_rows: bool = False
-    """For embeddings of whose rows each rank has a part."""
+    """True for embeddings of whose rows each rank has a part."""
     of: type[nn.Module] | None = None
     """Class of module that the style is for; None: any."""
     prepare: Callable[[nn.Module, nn.Module], None] | None = None
@@ -139,7 +139,7 @@ STYLES: dict[str, Style] = {
     "local_params": _WHOLE,
     REPLICATE: _WHOLE,
 }
-"""What each word means. Nothing outside of this table compares words: what differs is in the record."""
+"""Meaning of each word. Nothing outside of this table compares words: what differs is in the record."""
 
 
 class ComputesWithParts(nn.Module):

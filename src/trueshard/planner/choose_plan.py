@@ -1,4 +1,4 @@
-"""From a request to a study: of the plan that was given, the one that the options mean, or the best of a search."""
+"""Answer a request with a study: of the plan that was given, the one that the options mean, or the best of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same plan at other numbers of ranks, lengths and microbatches: a study for each point, nothing in between."""
+"""One plan at other numbers of ranks, lengths and microbatches: a study for each point, nothing in between."""
 
 from __future__ import annotations
 

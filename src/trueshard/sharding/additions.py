@@ -1,4 +1,4 @@
-"""What the user assigns to the modules of a sharded model (a new head, a parameter, adapters of PEFT).
+"""Assignments of the user to modules of a sharded model (a new head, a parameter, adapters of PEFT).
 
 torch's hooks on registration tell, at each assignment in every module of the process; what is assigned to a module that
 is not of a sharded model is let through.

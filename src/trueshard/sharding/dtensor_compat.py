@@ -1,4 +1,4 @@
-"""What the user's code reads from sharded tensors, and assigns to them, as if they were whole.
+"""Reading of sharded tensors by the user's code, and assignments to them, as if they were whole.
 
 A rank has a part of a sum or a norm, so all ranks must read it, at the same place. Before they exchange their parts
 they meet in the store that they were started with, not in a collective: a collective would pair with whatever the

@@ -1,4 +1,4 @@
-"""Which units of one model are gathered, and whether what is gathered, and what is sharded, are still the same values.
+"""Record of which units of a model are gathered, and whether gathered and sharded values are still the same.
 
 ``[Note: Versions]`` FSDP2 believes that parameters change in an optimizer's step alone, between a backward, which frees
 them, and a forward, which gathers them anew. Three things break that: a unit may stay gathered over a step (the root

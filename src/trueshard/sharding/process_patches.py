@@ -1,4 +1,4 @@
-"""What changes outside a sharded model while this process has one: the one table, also shown in the documentation.
+"""Changes outside a sharded model while this process has one: the one table, also shown in the documentation.
 
 Most of what a sharded model needs is set on its own modules, parameters and optimizers. These cannot be: torch calls
 them for the whole process, and says only then whose tensors it has. Each goes torch's own way for what belongs to no

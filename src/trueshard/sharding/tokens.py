@@ -33,7 +33,7 @@ class TokenMean:
     """Ranks over which gradients are averaged."""
     _mesh: DeviceMesh | None = field(default=None, repr=False, compare=False)
     _exact: ExactSums | None = field(default=None, repr=False, compare=False)
-    """With ``shard(exact=True)``: divides the reduced gradient by what is no power of two."""
+    """Sums of ``shard(exact=True)``: divides the reduced gradient by what is no power of two."""
 
     @property
     def divisor(self) -> float:

@@ -1,1 +1,1 @@
-"""What the user has, as a workload: a configuration, a file, a function, a module."""
+"""Inputs of the user as a workload: a configuration, a file, a function, a module."""

@@ -1,4 +1,4 @@
-"""From a configuration, a file, a function or a module to a ``Workload``."""
+"""Make a ``Workload`` of a configuration, a file, a function or a module."""
 
 from __future__ import annotations
 

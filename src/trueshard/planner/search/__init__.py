@@ -1,1 +1,1 @@
-"""From many studies to one plan, with reasons."""
+"""Choose one plan out of many studies, with reasons."""

@@ -1,4 +1,4 @@
-"""What each unit costs by itself, measured on a short model, and from that the seconds and the memory of any plan.
+"""Cost of each unit by itself, measured on a short model, and from that the seconds and the memory of any plan.
 
 A *probe* is one simulated step of a model of which few equal blocks are left, with everything freed after forward and
 one way of recomputation. It tells for each unit the seconds of its forward and backward, what it keeps from one to the

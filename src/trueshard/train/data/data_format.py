@@ -1,4 +1,4 @@
-"""What a format of data declares: how records become documents, and documents samples and batches."""
+"""Declaration of a format of data: how records become documents, and documents samples and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What diagrams show: which quantities of a run, as which points, smoothed how.
+"""Contents of diagrams: which quantities of a run, as which points, smoothed how.
 
 - A long run is drawn from intervals of equally many steps: the mean, lowest and highest value of each.
 - A step without a value is no point: evaluations are joined by lines, a loss that was not finite leaves a gap.

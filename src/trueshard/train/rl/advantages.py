@@ -1,4 +1,4 @@
-"""From the rewards of groups of answers to their advantages: pure functions, in float64.
+"""Advantages of the answers of groups, from their rewards: pure functions, in float64.
 
 A group is the answers to one prompt. Standard deviations are unbiased (n - 1), and get 1e-6 added, as in the peers.
 

@@ -1,4 +1,4 @@
-"""What a training run does beside its steps: evaluation and saving, with the memory and time of each on a rank.
+"""Work of a training run beside its steps: evaluation and saving, with the memory and time of each on a rank.
 
 - An evaluation is the loss of a microbatch without gradient (``Trainer.evaluate``): simulated after the steps, with
   shards and optimizer state in place. Its batch is a rank's share of ``train.batch_size`` over ``train.accumulate``.
