@@ -219,7 +219,9 @@ def show_options(function: Function) -> Function:
     here from the record, in the place of the line that begins with "options:".
     """
     signature = inspect.signature(function)
-    before = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    before = [
+        parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     types, kind = ShardOptions.__annotations__, inspect.Parameter.KEYWORD_ONLY
     added = [
         inspect.Parameter(name, kind, default=FIELDS[name].default, annotation=_type_words(types[name]))

@@ -194,8 +194,10 @@ def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     if not tensors or type(tensors[0]) is not FakeTensor:  # asked of hundreds in every step: never a mixture
         return list(map(torch.Tensor.data_ptr, tensors))
     order: dict[int, int] = {}
-    starts = [order.setdefault(storage_identity(each), len(order) + 1) << 48 for each in tensors]
-    return [start + int(each.storage_offset()) * each.itemsize for start, each in zip(starts, tensors, strict=True)]
+    starts = [order.setdefault(storage_identity(tensor), len(order) + 1) << 48 for tensor in tensors]
+    return [
+        start + int(tensor.storage_offset()) * tensor.itemsize for start, tensor in zip(starts, tensors, strict=True)
+    ]
 
 
 @contextlib.contextmanager

@@ -177,13 +177,13 @@ class _Interpreter:
             self._manifest.optimizers[prefix] = self._record(prefix, optimizer, saved[where], own, len(wanted) > 1)
 
     def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
-        found: dict[_Where, _Optimizer] = {}
+        result: dict[_Where, _Optimizer] = {}
         for leaf in self._leaves:
             match = _OPTIMIZER.match(leaf.key)
             if match is not None and leaf not in self._taken:
-                found.setdefault((leaf.source, match[1]), {"state": {}, "param_groups": {}})
+                result.setdefault((leaf.source, match[1]), {"state": {}, "param_groups": {}})
         for leaf in self._leaves:
-            for (source, root), parts in found.items():
+            for (source, root), parts in result.items():
                 if leaf.source is source and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
                     first, *rest = leaf.after(root)
                     kind, _, tail = str(first).partition(".")
@@ -192,7 +192,7 @@ class _Interpreter:
                         rest = [name, *tail[len(name) + 1 :].split(".")]
                     parts[kind].setdefault(str(rest[0]), {})[tuple(rest[1:])] = leaf
                     self._taken.add(leaf)
-        return found
+        return result
 
     def _parameter_in(self, tail: str) -> str:
         """Return the longest name of a parameter that a flat key begins with, or a number, or all but the last word."""

@@ -166,24 +166,26 @@ class ExportSource:
         else:
             paths = sorted(directory.directory.iterdir())
             names = [path.name for path in paths if path.suffix in COMPANIONS and path.is_file()]
-        found = {}
+        result = {}
         for name in names:
             own = name.removeprefix(self.folder)
             if name.startswith(self.folder) and not own.endswith((".index.json", ADAPTER_CONFIG)):
                 own = own.removeprefix(layout.BASE)
-                found[own] = bytes(directory.read(name))
-                if manifest is not None and crc32(memoryview(found[own])) != manifest.files[name].crc32:
+                result[own] = bytes(directory.read(name))
+                if manifest is not None and crc32(memoryview(result[own])) != manifest.files[name].crc32:
                     raise ValueError(f"{directory.where}/{name} is damaged; export an earlier checkpoint")
-        return found
+        return result
 
     def converted(self, dtype: torch.dtype | None) -> dict[str, TensorEntry]:
         """Return the entries to write, by key, with floating-point tensors in ``dtype`` unless None."""
-        found = {}
+        result = {}
         for key in self.keys:
             entry = self.catalogue.entries[key]
             converts = dtype_of(entry.dtype).is_floating_point
-            found[key] = TensorEntry(entry.names, entry.shape, dtype_name(dtype) if dtype and converts else entry.dtype)
-        return found
+            result[key] = TensorEntry(
+                entry.names, entry.shape, dtype_name(dtype) if dtype and converts else entry.dtype
+            )
+        return result
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
         """Write one file, block by block; ``name_of``: key of each of ``entries`` → its key in the file."""

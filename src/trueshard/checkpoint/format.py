@@ -141,7 +141,7 @@ def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, T
         entries[key] = TensorEntry([key], shape, _NAMES[code], pieces=pieces)
         if end - begin != entries[key].nbytes:
             raise ValueError(f"{where} is damaged: {key!r} of shape {shape} and dtype {code} has {end - begin} bytes")
-    check_ranges({key: each.pieces[0] for key, each in entries.items()}, len(header), size, where)
+    check_ranges({key: entry.pieces[0] for key, entry in entries.items()}, len(header), size, where)
     return entries
 
 
@@ -222,10 +222,10 @@ class Manifest:
             for path, value in _misfits(table, _FORM, ""):
                 raise ValueError(f"{where} is damaged: {path!r} is {str(value)[:80]!r}, which save() does not write")
             manifest: Manifest = _made(cls, table)
-            manifest.tensors = {key: _made(TensorEntry, each) for key, each in table["tensors"].items()}
+            manifest.tensors = {key: _made(TensorEntry, tensor) for key, tensor in table["tensors"].items()}
             for key, entry in manifest.tensors.items():
-                entry.pieces = [_made(Piece, each) for each in table["tensors"][key]["pieces"]]
-            manifest.files = {name: _made(FileRecord, each) for name, each in table["files"].items()}
+                entry.pieces = [_made(Piece, piece) for piece in table["tensors"][key]["pieces"]]
+            manifest.files = {name: _made(FileRecord, file) for name, file in table["files"].items()}
             manifest._validate(where)
         except RecursionError:
             raise ValueError(f"{where} is damaged: its values are nested too deep") from None

@@ -240,7 +240,9 @@ def _place(tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    return tuple(mesh.get_local_rank(dim) for dim, each in enumerate(tensor.placements) if not each.is_replicate())
+    return tuple(
+        mesh.get_local_rank(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
 
 
 def _alike(everyone: Sequence[Mapping[Any, int]]) -> bool:
@@ -253,7 +255,7 @@ def _differ(key: str, region: Region, holders: Sequence[Sequence[int]]) -> Repli
     *few, most = holders
     place = "" if not region else f", rows {region[0][0][0]} to {region[0][-1][1] - 1}"
     if len(few[-1]) == len(most):
-        ranks = sorted(rank for each in holders for rank in each)
+        ranks = sorted(rank for holder in holders for rank in holder)
         said = f"ranks {' and '.join(map(str, ranks))} hold different bits of {key!r}{place}, and no majority tells"
         return ReplicasDiffer(f"{said} which is right (three copies would)", key, ranks)
     ranks = sorted(rank for each in few for rank in each)

@@ -65,11 +65,11 @@ class Inspected:
 
     def totals(self) -> dict[str, dict[str, int]]:
         """Return bytes by part (model, optimizer, …) and dtype."""
-        found: dict[str, dict[str, int]] = {}
+        result: dict[str, dict[str, int]] = {}
         for tensor in self.tensors:
-            of = found.setdefault(_part(tensor.key), {})
+            of = result.setdefault(_part(tensor.key), {})
             of[tensor.dtype] = of.get(tensor.dtype, 0) + tensor.bytes
-        return found
+        return result
 
     def to_json(self) -> str:
         """Return all fields as JSON."""
@@ -171,11 +171,11 @@ def inspect(
         ValueError: it is damaged, or a directory of torch.distributed.checkpoint.
     """
     catalogue = open_catalogue(path)
-    found = _inspected(catalogue)
+    result = _inspected(catalogue)
     if other is None:
-        return found
+        return result
     second = open_catalogue(other)
-    return _compared(catalogue, found, second, _inspected(second), read)
+    return _compared(catalogue, result, second, _inspected(second), read)
 
 
 def _inspected(catalogue: Catalogue) -> Inspected:
@@ -192,7 +192,9 @@ def _inspected(catalogue: Catalogue) -> Inspected:
     about = {"format": manifest.format, **manifest.about, **classes}
     more = {key: _readable(value, catalogue) for key, value in manifest.more.items()}
     optimizers = [
-        each for prefix, record in manifest.optimizers.items() for each in _optimizers(prefix, record, catalogue)
+        optimizer
+        for prefix, record in manifest.optimizers.items()
+        for optimizer in _optimizers(prefix, record, catalogue)
     ]
     return Inspected(catalogue.where, about, _step(more), tensors, optimizers, more)
 
@@ -380,7 +382,7 @@ def _other_values(catalogue: Catalogue, saved: Mapping[str, str]) -> list[str]:
 def _exchanged(catalogue: Catalogue) -> list[str]:
     """Return a problem for each tensor whose place belongs to another one by the file's own header."""
     files = {file for entry in catalogue.entries.values() for file in entry.files}
-    name_at = {each.pieces[0]: name for file in files for name, each in catalogue.directory.tensors(file).items()}
+    name_at = {tensor.pieces[0]: name for file in files for name, tensor in catalogue.directory.tensors(file).items()}
     usual = {key: {key, key.partition("/")[2], *entry.names} for key, entry in catalogue.entries.items()}
     known = {name for names in usual.values() for name in names}
     problems = []

@@ -49,18 +49,18 @@ class FileKey:
 
 
 def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry]) -> dict[str, FileKey]:
-    found: dict[str, FileKey] = {}
+    result: dict[str, FileKey] = {}
     for key in entries:
         kind, _, rest = key.partition("/")
-        found[key] = FileKey("", kind, rest) if kind == "optimizer" else FileKey("", "extra", key)
+        result[key] = FileKey("", kind, rest) if kind == "optimizer" else FileKey("", "extra", key)
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
         adapted = adapted_keys(module, folder) or {}
         for key in entries:
             if key.startswith(f"{prefix}/"):
                 name = key.removeprefix(f"{prefix}/")
-                found[key] = adapted.get(name, FileKey(folder, "model", name))
-    return found
+                result[key] = adapted.get(name, FileKey(folder, "model", name))
+    return result
 
 
 def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
@@ -167,7 +167,7 @@ def companions(models: Mapping[str, nn.Module], tokenizer: Any, where: str) -> C
 
 def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[str], Any]]]:
     """Return (folder, function that saves to it) for copies of a transformers or PEFT model's configurations."""
-    found: list[tuple[str, Callable[[str], Any]]] = []
+    result: list[tuple[str, Callable[[str], Any]]] = []
     folder = ""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         base = module.get_base_model()
@@ -180,22 +180,22 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
             save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
-            found.append((adapter_folder(module, adapter), save))
+            result.append((adapter_folder(module, adapter), save))
         module, folder = base, BASE
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
-        return found
+        return result
     copied = copy.deepcopy(config)
     if hasattr(module, "save_pretrained"):  # not a stage of a pipeline, say
         copied.architectures = [_torch.own_class(module).__name__]
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1 and hasattr(copied, "dtype"):
         copied.dtype = dtypes.pop()
-    found.append((folder, copied.save_pretrained))
+    result.append((folder, copied.save_pretrained))
     generation = getattr(module, "generation_config", None)
     if generation is not None and getattr(module, "can_generate", bool)():
-        found.append((folder, copy.deepcopy(generation).save_pretrained))
-    return found
+        result.append((folder, copy.deepcopy(generation).save_pretrained))
+    return result
 
 
 # The names of a model that is loaded
@@ -234,7 +234,7 @@ def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) 
         raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
     # PEFT stores changed embeddings of the base under the names that they have.
     keys = adapted_keys(module, "") or {}
-    table = {name: each.key if each.stem == "adapter_model" else name for name, each in keys.items()}
+    table = {name: key.key if key.stem == "adapter_model" else name for name, key in keys.items()}
     return Naming("", given, table, may_lack=lambda name: True)
 
 
@@ -363,7 +363,9 @@ def _converted(
             config=config,
             missing_keys=None,
         )
-    made: dict[str, torch.Tensor] = {key: each[0] if isinstance(each, list) else each for key, each in values.items()}
+    made: dict[str, torch.Tensor] = {
+        key: value[0] if isinstance(value, list) else value for key, value in values.items()
+    }
     if not torch.equal(torch.cat([each.flatten() for each in made.values()]).sort().values, every):
         raise ValueError("values change")
     own = name.replace("*.", "0.")

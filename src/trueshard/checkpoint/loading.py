@@ -439,12 +439,12 @@ class OptimizerLoad:
 def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tuple[OptimizerLoad, Any]]:
     """Return the load of ``optimizer`` and of each one it wraps, with its saved record."""
     roles = roles_of(optimizer)
-    found = []
+    result = []
     for place, member in enumerate(family(optimizer)):
         record = saved.get("wrapped", {}).get(str(place)) if place else saved
         if record is not None:
-            found.append((OptimizerLoad(member, catalogue, roles), record))
-    return found
+            result.append((OptimizerLoad(member, catalogue, roles), record))
+    return result
 
 
 def _like(

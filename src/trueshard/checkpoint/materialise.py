@@ -95,12 +95,12 @@ def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tenso
 
 def initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], Any]]:
     """Return ``id`` of a module → the ``_init_weights`` of the nearest transformers model around it."""
-    found: dict[int, Callable[[nn.Module], Any]] = {}
+    result: dict[int, Callable[[nn.Module], Any]] = {}
     for owner in root.modules():  # from the outside inwards
         own = getattr(owner, "_init_weights", None)
         if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
-            found |= {id(module): own for module in owner.modules()}
-    return found
+            result |= {id(module): own for module in owner.modules()}
+    return result
 
 
 def mark_unwritten(tensor: torch.Tensor) -> None:

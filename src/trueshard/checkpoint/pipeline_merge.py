@@ -62,7 +62,9 @@ def tell(
             for group_record in record["groups"]:
                 group_record["settings"].pop("param_names", None)  # of this stage alone
         settings = state.groups_of(manifest.optimizers, "settings")
-        told.common = common | {f"{prefix} (class and settings of groups)": each for prefix, each in settings.items()}
+        told.common = common | {
+            f"{prefix} (class and settings of groups)": setting for prefix, setting in settings.items()
+        }
     if tells_all:
         told.models, told.optimizers = manifest.models, manifest.optimizers
     else:

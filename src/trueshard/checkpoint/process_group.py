@@ -131,7 +131,7 @@ def row_placements(tensor: DTensor) -> tuple[Any, ...]:
     """Return the placements by which a tensor is written and read: by which each rank has one run of whole rows."""
     if has_one_run(tensor):
         return tuple(tensor.placements)
-    return tuple(each if each.is_replicate() else Shard(0) for each in tensor.placements)
+    return tuple(placement if placement.is_replicate() else Shard(0) for placement in tensor.placements)
 
 
 def by_rows(tensor: DTensor) -> torch.Tensor:

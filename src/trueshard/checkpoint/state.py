@@ -79,18 +79,18 @@ def parameters_of(model: Any) -> list[torch.Tensor]:
 
 def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for kind, given, expected in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         many = isinstance(given, Mapping)
         held = {f"{kind}/{key}": value for key, value in given.items()} if many else {kind: given}
-        found.append({} if given is None else held)
-        for prefix, each in found[-1].items():
+        result.append({} if given is None else held)
+        for prefix, each in result[-1].items():
             if not isinstance(each, expected):
                 raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
             key = prefix.partition("/")[2]
             if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
                 raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
-    return found
+    return result
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, Any]]:
@@ -110,14 +110,14 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, A
 
 def parameter_names(models: Mapping[str, nn.Module], given: GivenNames = None) -> dict[int, str]:
     """Map ``id`` of each parameter → its first name in files, after the model's key if there are several."""
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for prefix, model in models.items():
         inside = prefix.partition("/")[2]
         for own, _, _, parameter in names.named_tensors(model, "parameters"):
-            if id(parameter) not in found:
+            if id(parameter) not in result:
                 name = names_in_files(parameter, [own], given)[0]
-                found[id(parameter)] = f"{inside}/{name}" if inside else name
-    return found
+                result[id(parameter)] = f"{inside}/{name}" if inside else name
+    return result
 
 
 def names_in_files(tensor: torch.Tensor, own: list[str], given: GivenNames) -> list[str]:
@@ -171,11 +171,11 @@ def _optimizer_record(
 
 def groups_of(records: Mapping[str, Any], part: str = "params") -> dict[str, Any]:
     """Return what must be the same on several ranks of optimizer records: class, and a ``part`` of each group."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for prefix, record in records.items():
-        found[prefix] = [record["class"], [group[part] for group in record["groups"]]]
-        found |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()}, part)
-    return found
+        result[prefix] = [record["class"], [group[part] for group in record["groups"]]]
+        result |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()}, part)
+    return result
 
 
 def seed_all(seed: int) -> None:

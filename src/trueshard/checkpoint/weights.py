@@ -238,11 +238,11 @@ class Merging:
     @torch.no_grad()
     def merged(self, values: list[tuple[_Member, torch.Tensor]]) -> list[tuple[_Member, torch.Tensor]]:
         """Return what needs no merging, and the parameters of layers that are complete now, merged."""
-        found: list[tuple[_Member, torch.Tensor]] = []
+        result: list[tuple[_Member, torch.Tensor]] = []
         for member, value in values:
             own = [self.layers_at.pop(place) for place in member.places if place in self.layers_at]
             if not own:
-                found.append((member, value))
+                result.append((member, value))
                 continue
             held = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
             for _, (twin, attribute) in own:
@@ -251,8 +251,8 @@ class Merging:
             group.gathered.append((member, place, value.dtype))
             group.missing.discard(member.places[0])
             if not group.missing:
-                found += _merge(group)
-        return found
+                result += _merge(group)
+        return result
 
 
 def _merge(group: _Layers) -> list[tuple[_Member, torch.Tensor]]:
@@ -272,10 +272,10 @@ def _adapted_layers(root: nn.Module) -> list[nn.Module]:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in root.modules():  # from the outside inwards
         if isinstance(module, BaseTunerLayer) and module not in inside:
-            found.append(module)
+            result.append(module)
             inside |= set(module.modules())
-    return found
+    return result

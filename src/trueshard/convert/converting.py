@@ -49,17 +49,17 @@ class Converted:
     def dropped(self) -> list[str]:
         """The keys that had no equivalent and without which the run computes something else."""
         globs = table("shared")["changes"]
-        without = dict.fromkeys(each.key for each in self.entries if each.status == "none")
+        without = dict.fromkeys(entry.key for entry in self.entries if entry.status == "none")
         return [key for key in without if any(fnmatch(key.lower(), glob) for glob in globs)]
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""
         rows = []
-        for each in self.entries:
-            note = f"{each.becomes} ({each.note})" if each.becomes and each.note else each.becomes or each.note
-            rows.append((WORDS[each.status], f"{each.key} = {shown(each.value)}", note))
+        for entry in self.entries:
+            note = f"{entry.becomes} ({entry.note})" if entry.becomes and entry.note else entry.becomes or entry.note
+            rows.append((WORDS[entry.status], f"{entry.key} = {shown(entry.value)}", note))
         wide = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        lines = [f"From {self.title}: {len({each.key for each in self.entries})} keys."]
+        lines = [f"From {self.title}: {len({entry.key for entry in self.entries})} keys."]
         lines += [f"{state.ljust(wide[0])}  {key.ljust(wide[1])}  {note}".rstrip() for state, key, note in rows]
         if self.missing:
             lines.append(f"Yours to set: {', '.join(self.missing)}.")
@@ -152,17 +152,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _variables(content: str) -> dict[str, str]:
     """Return the variables that a shell file assigns, by `export`, alone, or before a command."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for line in content.replace("\\\n", " ").splitlines():
         if not ASSIGNED.match(line):
             continue
         for word in shlex.split(line, comments=True):
             name, equals, value = word.partition("=")
             if equals and name.isidentifier():
-                found[name] = value
+                result[name] = value
             elif word not in ("export", "env"):
                 break
-    return found
+    return result
 
 
 READERS: dict[str, Callable[[str], Any]] = {  # by the suffix of a file
@@ -267,7 +267,7 @@ def _toml(draft: Draft, origin: str) -> str:
     for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
         entries = [each for each in draft.in_order() if each.status == status]
         if entries:
-            head += ["", what, *(f"- {each.key} = {shown(each.value)}: {each.note}" for each in entries)]
+            head += ["", what, *(f"- {entry.key} = {shown(entry.value)}: {entry.note}" for entry in entries)]
     lines = [f"# {line}".rstrip() for line in head]
     section = ""
     for key in _in_order([*draft.tree, *draft.asked]):

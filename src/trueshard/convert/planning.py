@@ -72,13 +72,15 @@ class Advice:
             [f"{headline(self.theirs.forecast)}, from {self.title}"],
             _listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),
             table(head, rows, right=(1, 3, 4, 5)),
-            ["Change", *(f"  {each}" for each in self.changes)] if self.changes else ["There is nothing to change."],
+            ["Change", *(f"  {change}" for change in self.changes)]
+            if self.changes
+            else ["There is nothing to change."],
         ]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it for `json.dumps`: `theirs` and `best` as `trueshard plan --json` has a study."""
-        changes = [dataclasses.asdict(each) for each in self.changes]
+        changes = [dataclasses.asdict(change) for change in self.changes]
         return {
             "theirs": as_json(self.theirs),
             "best": as_json(self.best),
@@ -302,7 +304,7 @@ def _word(rule: Rule, ours: str, value: Any, present: Any) -> Any:
     if not means:
         return None
     kept = [name for name in means if str(present).lower() == name.lower()]
-    name = (kept or [each for each in means if not each.isdigit()] or means)[0]
+    name = (kept or [mean for mean in means if not mean.isdigit()] or means)[0]
     return int(name) if name.isdigit() else name
 
 
@@ -320,7 +322,7 @@ def _row(name: str, study: Study) -> tuple[str, ...]:
 
 def _listed(title: str, sentences: Sequence[str]) -> list[str]:
     lines = [
-        textwrap.fill(each, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
-        for each in dict.fromkeys(sentences)
+        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+        for sentence in dict.fromkeys(sentences)
     ]
     return [title, *lines] if lines else []

@@ -252,10 +252,10 @@ def lora_targets(value: Any) -> str | list[str]:
 
 
 def betas(value: Any) -> list[float]:
-    found = numbers(value)
-    if len(found) != 2:
+    result = numbers(value)
+    if len(result) != 2:
         raise Wrong(f"found {value!r}, wanted two numbers")
-    return found
+    return result
 
 
 def trackers(draft: Draft, key: str, value: Any) -> None:

@@ -46,10 +46,10 @@ def _dtype(value: Any) -> str | None:
     """Return bf16, fp16 or fp32 for any name of a dtype; None for None."""
     if value is None:
         return None
-    found = DTYPES.get(str(value).removeprefix("torch.").lower())
-    if found is None:
+    result = DTYPES.get(str(value).removeprefix("torch.").lower())
+    if result is None:
         raise Wrong(f"found {value!r}, wanted a dtype: {', '.join(DTYPES)}")
-    return found
+    return result
 
 
 def keep(draft: Draft, key: str, value: Any) -> None:
@@ -96,11 +96,11 @@ def recompute(draft: Draft, key: str, value: Any, every: int, first: int, word: 
 
 def accelerate_tree(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
     """Give each key of a section the section's prefix, as Accelerate does."""
-    found = dict(tree)
+    result = dict(tree)
     for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
-        if isinstance(inner := found.get(section), dict):
-            found[section] = {prefix + key.removeprefix(prefix): inner[key] for key in inner}
-    return found
+        if isinstance(inner := result.get(section), dict):
+            result[section] = {prefix + key.removeprefix(prefix): inner[key] for key in inner}
+    return result
 
 
 def accelerate_variables(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:

@@ -123,14 +123,14 @@ def correction(draft: Draft, key: str, value: Any) -> None:
     ours = {"token_truncate": "truncate", "token_mask": "mask", "sequence_mask": "sequence_mask"}.get(word)
     parts = (mode, MOST, CAP, LEAST)
     if not _served(draft) or not boolean(value):
-        for each in (key, *parts):
-            draft.tell(each, draft.get(each), "always", "of effect with a server of vLLM, and correction")
+        for part in (key, *parts):
+            draft.tell(part, draft.get(part), "always", "of effect with a server of vLLM, and correction")
         return
     least = 0.0 if draft.get(LEAST) is None else number(draft.get(LEAST))
     if ours is None or (ours == "truncate" and least):
         why = "weights of whole answers are masked, not cut off" if ours is None else "weights are cut off above alone"
-        for each in (key, *parts):
-            draft.tell(each, draft.get(each), "none", why)
+        for part in (key, *parts):
+            draft.tell(part, draft.get(part), "none", why)
         return
     draft.put("rollout.correction", ours, mode, draft.get(mode))
     draft.tell(key, value, "set", "by its mode", f"rollout.correction = {toml_value(ours)}")
@@ -152,9 +152,11 @@ def mixture(draft: Draft, key: str, value: Any) -> None:
     if not sources:
         draft.tell(key, value, "always", "not given: dataset_name")
         return
-    lost = sorted({name for each in sources for name in each if name not in ("path", "fraction")})
-    weights = [{"weight": number(each["fraction"])} if each.get("fraction") is not None else {} for each in sources]
-    ours = [{"path": text(each.get("path")), **weight} for each, weight in zip(sources, weights, strict=True)]
+    lost = sorted({name for source in sources for name in source if name not in ("path", "fraction")})
+    weights = [
+        {"weight": number(source["fraction"])} if source.get("fraction") is not None else {} for source in sources
+    ]
+    ours = [{"path": text(source.get("path")), **weight} for source, weight in zip(sources, weights, strict=True)]
     if len(ours) == 1:
         draft.put("data.path", ours[0]["path"], key, value)
     else:

@@ -55,12 +55,12 @@ def _referred(reference: str, tree: dict[str, Any], place: tuple[str, ...]) -> A
     key, comma, default = (rest if colon else reference).partition(",")
     dots = len(key) - len(key.lstrip("."))
     path = [*place[: len(place) - dots], *key.lstrip(".").split(".")] if dots else key.strip().split(".")
-    found: Any = tree
+    result: Any = tree
     for part in path:
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(result, dict) or part not in result:
             return (yaml.safe_load(default) if comma else None) if colon else REFERENCE
-        found = found[part]
-    return found
+        result = result[part]
+    return result
 
 
 def advantage(draft: Draft, key: str, value: Any) -> None:

@@ -77,7 +77,7 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
             continue
         theirs = [torch.empty_like(sums) for _ in range(group.size())]
         dist.all_gather(theirs, sums, group=group)
-        unequal = torch.stack([each != theirs[0] for each in theirs]).any(0).nonzero().flatten().tolist()
+        unequal = torch.stack([their != theirs[0] for their in theirs]).any(0).nonzero().flatten().tolist()
         for i in unequal:
             tensor = real[i][1]
             value = tensor.detach().to(device, copy=True).contiguous()

@@ -23,7 +23,7 @@ def stacked(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_stacked(module: Any) -> bool:
-    own = [each for each in _torch.own_parameters(module).values() if each is not None]
+    own = [parameter for parameter in _torch.own_parameters(module).values() if parameter is not None]
     return (
         all(hasattr(module, mark) for mark in _MARKS)
         and any(each.ndim == 3 for each in own)

@@ -153,7 +153,10 @@ def refuse(root: nn.Module, parameters: Sequence[Held], buffers: Sequence[Held])
 def _refuse_shared_memory(parameters: Sequence[Held], buffers: Sequence[Held]) -> None:
     """Raise for two parameters over the same memory, or a buffer: a tie that cannot be seen, and is cut by sharding."""
     spans: dict[int, list[tuple[int, int, str, str]]] = {}
-    for kind, held in [*(("parameter", each) for each in parameters), *(("buffer", each) for each in buffers)]:
+    for kind, held in [
+        *(("parameter", parameter) for parameter in parameters),
+        *(("buffer", each) for each in buffers),
+    ]:
         tensor = held.tensor
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.numel() == 0 or tensor.layout != torch.strided:
             continue

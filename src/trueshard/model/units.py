@@ -93,14 +93,14 @@ def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
     modules = [(name, module) for name, module in names.named_modules(model) if name]
     shown = word.__name__ if isinstance(word, type) else word
     if isinstance(word, type):
-        found = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
+        result = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
     elif any(character in word for character in "*?["):
-        found = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
+        result = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
     else:
-        found = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
-        found = found or {name: "named" for name, _ in modules if name == word}
-    if found:
-        return found
+        result = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
+        result = result or {name: "named" for name, _ in modules if name == word}
+    if result:
+        return result
     classes = sorted({type(module).__name__ for _, module in modules})
     near = names.nearest(shown, [*classes, *(name for name, _ in modules)])
     raise ValueError(f"units: nothing in the model is called {shown!r}.{near} Classes present: {', '.join(classes)}")
@@ -169,20 +169,20 @@ def _members_of_lists(module: nn.Module, prefix: str, fits: Callable[[nn.Module]
     members = [name for name, child in children if fits(child)]
     if isinstance(module, _LISTS) and len(members) >= 2:
         return dict.fromkeys(members, why)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, child in children:
-        found.update(_members_of_lists(child, name, fits, why))
-    return found
+        result.update(_members_of_lists(child, name, fits, why))
+    return result
 
 
 def _repeated_siblings(module: nn.Module, prefix: str) -> dict[str, str]:
     """Return siblings of one composite class outside any list (``self.block1``, ``self.block2``), innermost level."""
     children = _children(module, prefix)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, child in children:
-        found.update(_repeated_siblings(child, name))
-    if found:
-        return found
+        result.update(_repeated_siblings(child, name))
+    if result:
+        return result
     of_class: dict[type, list[str]] = {}
     for name, child in children:
         if _composite(child):
@@ -287,12 +287,12 @@ class Grouping:
 
     def _by_home(self) -> dict[str, list[_Parameter]]:
         member = self._members()
-        found: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
+        result: dict[str, list[_Parameter]] = {key: [] for key in self.groups}
         for parameter in self.parameters:
             homes = {names.nearest_above(owner, member) for owner in parameter.owners}
             if len(homes) == 1 and parameter.name not in self.replicated:
-                found[homes.pop()].append(parameter)
-        return found
+                result[homes.pop()].append(parameter)
+        return result
 
     # Steps
 

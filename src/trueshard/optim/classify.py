@@ -185,7 +185,7 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
 def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool, exact: bool) -> None:
     steps = STEPS if small else LARGE_STEPS
     shapes = [shapes_of(group, small) for group in optimizer.param_groups]
-    places = [(g, i) for g, each in enumerate(shapes) for i in range(len(each))]
+    places = [(g, i) for g, shape in enumerate(shapes) for i in range(len(shape))]
     attempt, together = _first(optimizer, shapes, steps, same_draws=exact)
     is_random = _is_random(optimizer, attempt, together)
     if is_random and (not exact or together.drew_elsewhere):

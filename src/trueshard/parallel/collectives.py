@@ -90,8 +90,8 @@ def exchange(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> 
         x: whole along ``cut``, this rank's part along ``join``.
         total: size along ``join`` over all ranks.
     """
-    found: torch.Tensor = _Exchange.apply(x, cut, join, total, group)
-    return found
+    result: torch.Tensor = _Exchange.apply(x, cut, join, total, group)
+    return result
 
 
 def exchange_rows(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
@@ -172,9 +172,9 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        found = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=group)
-        return found
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -193,9 +193,9 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def _summed(x: torch.Tensor, group: Group) -> torch.Tensor:
-    found = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=group)
-    return found
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=group)
+    return result
 
 
 def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

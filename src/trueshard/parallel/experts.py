@@ -121,7 +121,7 @@ def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | No
         if tensor is None:
             found = _travel(tokens, count, group, compute)
         else:  # all ranks of the axis have the same tokens: each sends its part of them
-            parts = _Tokens(*(own_part(each, 0, tensor) for each in tokens))
+            parts = _Tokens(*(own_part(token, 0, tensor) for token in tokens))
             found = gather(_travel(parts, count, group, compute), 0, len(tokens.hidden), tensor)
         return found.view(given.hidden.shape)
 

@@ -98,28 +98,28 @@ def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
 
 def _blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
     modules = dict(names.named_modules(root))
-    found = []
+    result = []
     for name in [unit.name for unit in plan.units if unit.kind == "block"]:
         children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
-        large = [child for child in children if any(each.ndim > 1 for each in modules[child].parameters())]
+        large = [child for child in children if any(parameter.ndim > 1 for parameter in modules[child].parameters())]
         if flat := next((child for child in large if child in styles), None):
             raise ValueError(
                 f"tensor: with sequence, a block's attention and feed-forward are modules of their own, which {flat!r} "
                 "is not: leave out sequence"
             )
         scattered = [child for child in large if _shares_all(child, modules[child], styles)]
-        found.append(Block(name, tuple(scattered), tuple(child for child in large if child not in scattered)))
-    lists = {block.name.rpartition(".")[0] for block in found}
+        result.append(Block(name, tuple(scattered), tuple(child for child in large if child not in scattered)))
+    lists = {block.name.rpartition(".")[0] for block in result}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
         raise ValueError(
             f"tensor: with sequence, the blocks are one list of modules; here: {shown}. Leave out sequence"
         )
-    if whole := next((each for each in plan.replicated if any(block.holds_parts(each.name) for block in found)), None):
+    if whole := next((each for each in plan.replicated if any(block.holds_parts(each.name) for block in result)), None):
         raise ValueError(
             f"tensor: {whole.name!r} is whole on every rank ({whole.why}), which does not go with sequence"
         )
-    return found
+    return result
 
 
 def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:

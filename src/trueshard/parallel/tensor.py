@@ -111,12 +111,12 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
 
 def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for held in names.held_tensors(root, "parameters"):
         dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
         if len(dims) > 1:
-            found |= {name.rpartition(".")[0]: REPLICATE for name in held.names}
-    return found
+            result |= {name.rpartition(".")[0]: REPLICATE for name in held.names}
+    return result
 
 
 def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
@@ -127,16 +127,16 @@ def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: b
     apart = tuple(f"{name}." for name in plan.modules_apart)
     modules = dict(names.named_modules(root))
     known = _names(root)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for glob, word in styles.items():
         hits = _matching(glob, known)
         if strict and not hits:
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
-        found |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
-    for name in list(found):
+        result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
+    for name in list(result):
         if hasattr(modules.get(name), "lora_A"):
-            found |= _of_adapter(name, modules[name], found.pop(name))
-    return found
+            result |= _of_adapter(name, modules[name], result.pop(name))
+    return result
 
 
 def _names(root: nn.Module) -> list[str]:
@@ -152,12 +152,12 @@ def _matching(glob: str, known: list[str]) -> list[str]:
 
 def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
     """Return the styles of the parts of a LoRA layer: the low rank between its two matrices is on every rank."""
-    found = {f"{name}.base_layer": word}
+    result = {f"{name}.base_layer": word}
     for adapter in layer.lora_A:
         if STYLES[word].linear:  # LoRA's second matrix makes the outputs, its first takes the inputs
             matrix = "lora_B" if STYLES[word].dim == -2 else "lora_A"
-            found[f"{name}.{matrix}.{adapter}"] = word
-    return found
+            result[f"{name}.{matrix}.{adapter}"] = word
+    return result
 
 
 # What cannot be shared
@@ -171,7 +171,7 @@ def _refuse_later_adapters(root: nn.Module) -> None:
             continue
         for dim, attribute in enumerate(("lora_B", "lora_A")):
             matrices: Any = getattr(layer, attribute, {})
-            if any(each.weight.shape[dim] != weight.shape[dim] for each in matrices.values()):
+            if any(matrice.weight.shape[dim] != weight.shape[dim] for matrice in matrices.values()):
                 raise ValueError(
                     f"{name!r} was adapted by PEFT after the model was cut, and its {attribute} is of the size of a "
                     "rank's part: adapt the whole model and let shard() cut both, with tensor="
@@ -310,10 +310,10 @@ def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
 
     It would sum them again with each microbatch.
     """
-    found = {}
+    result = {}
     for name, module in names.named_modules(root):
         forward = module.__dict__.get("forward")
         if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
             del module.__dict__["forward"]
-            found[name] = "replicated_with_grad_allreduce"
-    return found
+            result[name] = "replicated_with_grad_allreduce"
+    return result

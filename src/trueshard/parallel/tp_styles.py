@@ -230,8 +230,8 @@ class SharedHead:
 
     def part(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return this rank's part of the outputs; the gradient of ``hidden`` is whole."""
-        found: torch.Tensor = type(self._module).forward(self._module, sum_gradients(hidden, self.group), **kwargs)
-        return found
+        result: torch.Tensor = type(self._module).forward(self._module, sum_gradients(hidden, self.group), **kwargs)
+        return result
 
     def whole(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return all outputs."""

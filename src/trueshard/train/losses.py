@@ -421,7 +421,7 @@ def _heads_of(model: nn.Module) -> list[nn.Module]:
     head = names.unwrap(head)
     copies, original = getattr(head, "modules_to_save", None), getattr(head, "original_module", None)
     if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
-        return [names.unwrap(each) for each in (original, *copies.values())]
+        return [names.unwrap(copy_) for copy_ in (original, *copies.values())]
     return [head]
 
 

@@ -122,12 +122,12 @@ def _without_places(key: str) -> str:
 
 def fields(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
     """Return the field of each key, dotted, in a file's order; a section stands before its own keys."""
-    found: dict[str, FieldInfo] = {}
+    result: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         section = section_of(field.annotation)
-        found |= {key: field} | (fields(section, f"{key}.") if section else {})
-    return found
+        result |= {key: field} | (fields(section, f"{key}.") if section else {})
+    return result
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -242,7 +242,7 @@ class Recorder(_torch.SimulationMode):
     def _kernel(
         self, func: Any, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     ) -> Kernel:
-        inputs = list({id(each): each for each in arguments}.values())
+        inputs = list({id(argument): argument for argument in arguments}.values())
         read = nbytes(inputs)
         first = next((tensor for tensor in (*inputs, *results) if tensor.is_floating_point()), None)
         made = Kernel(

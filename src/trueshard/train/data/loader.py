@@ -286,10 +286,12 @@ class EndlessLoader:
         batches = getattr(self._loader, "batch_sampler", None)
         owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
         generators = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
+        return list(
+            {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values()
+        )
 
     def _random_states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(each.get_state() for each in self._generators())]
+        return [torch.get_rng_state(), *(generator.get_state() for generator in self._generators())]
 
     def _keeps_place(self) -> bool:
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")

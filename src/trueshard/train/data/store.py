@@ -224,8 +224,8 @@ class DocumentWriter:
             self._masks.close()
         np.save(self.folder / "documents.npy", np.array(self._places, dtype=np.int64).reshape(-1, 4))
         if members is not None:
-            flat = np.array([number for each in members for number in each], dtype=np.int64)
-            ends = np.cumsum([len(each) for each in members], dtype=np.int64)
+            flat = np.array([number for member in members for number in member], dtype=np.int64)
+            ends = np.cumsum([len(member) for member in members], dtype=np.int64)
             np.save(self.folder / "members.npy", flat)
             np.save(self.folder / "sequences.npy", ends)
             self.crc32 = zlib.crc32(ends.tobytes(), zlib.crc32(flat.tobytes(), self.crc32))
@@ -268,8 +268,8 @@ class StoredSamples:
             begin, end = np.searchsorted(self._places[:, 3], [start, start + self._length], side="right").tolist()
             return range(begin, end + 1)
         first, last = _between(self._ends, self._first + index)
-        found: list[int] = self._members[first:last].tolist()
-        return found
+        result: list[int] = self._members[first:last].tolist()
+        return result
 
     def _document(self, number: int) -> Document:
         first, last = _between(self._places[:, 3], number)

@@ -115,7 +115,7 @@ def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any
     if section.vocab_size is None:
         _, path = _place(section, model)
         patterns = ("*token*", "*.model", "vocab*", "merges*", "chat_template*")
-        files = [path] if path.is_file() else sorted({file for each in patterns for file in path.glob(each)})
+        files = [path] if path.is_file() else sorted({file for pattern in patterns for file in path.glob(pattern)})
     if section.chat_template is not None:
         files.append(Path(section.chat_template).expanduser())
     return states(file for file in files if file.exists())

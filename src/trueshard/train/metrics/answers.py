@@ -58,7 +58,7 @@ class SamplesWriter(Callback):
 
     def write(self, answers: Sequence[Line]) -> None:
         """Append answers; those of steps that the file already had are not written again. Only rank 0 writes."""
-        fresh = [each for each in answers if each["step"] > self._lines.last]
+        fresh = [answer for answer in answers if answer["step"] > self._lines.last]
         self._lines.write({"step": each["step"], **each} for each in fresh if self._is_due(each["step"], self._every))
         for each in fresh:
             first = self._first.setdefault(each["step"], [])
@@ -119,22 +119,22 @@ def read_some(path: Path, places: Sequence[LineSpan]) -> Iterator[Line]:
 
 def answer_of(line: bytes) -> Line:
     """Return a line as an answer. Raises `WrongLineError` for a missing key, or lists of different lengths."""
-    found = record_of(line)
+    result = record_of(line)
     for key, kind in (("prompt", int), ("sample", int), ("text", str), ("reward", (int, float))):
-        if not isinstance(found.get(key), kind):
+        if not isinstance(result.get(key), kind):
             raise WrongLineError(f"has no {key!r} that is a {'text' if kind is str else 'number'}")
-    lists = {key: found[key] for key in EACH_TOKEN if key in found}
+    lists = {key: result[key] for key in EACH_TOKEN if key in result}
     if wrong := [key for key, values in lists.items() if not isinstance(values, list)]:
         raise WrongLineError(f"{wrong[0]!r} is no list")
     lengths = {key: len(values) for key, values in lists.items()}
     if len({*lengths.values()}) > 1:
         raise WrongLineError(f"has lists of different lengths: {', '.join(f'{k} {n}' for k, n in lengths.items())}")
-    return found
+    return result
 
 
 def markdown(answers: Sequence[Line]) -> str:
     """Return the prompt, the best and the worst of some answers to it as Markdown; the texts are literal."""
-    best, worst = (choose(answers, key=lambda each: each["reward"]) for choose in (max, min))
+    best, worst = (choose(answers, key=lambda answer: answer["reward"]) for choose in (max, min))
     shown = [f"**Prompt {best['prompt']}**, {len(answers)} answers", _literal(best.get("prompt_text", ""))]
     for word, each in [("Best", best), ("Worst", worst)] if len(answers) > 1 else [("Answer", best)]:
         shown += [f"**{word}:** {score(each)}", _literal(each["text"])]

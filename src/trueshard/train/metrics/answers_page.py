@@ -57,7 +57,7 @@ def page(name: str, file: Path, places: Sequence[LineSpan]) -> str:
     }
     return framed(
         title=f"{name}: answers",
-        text="\n".join(_said(each) for each in prompts.values()),
+        text="\n".join(_said(prompt) for prompt in prompts.values()),
         data=data,
         main=(HERE, "samples.html"),
         styles=[(HERE, "samples.css")],
@@ -88,7 +88,7 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int
     for step, places in chosen.steps.items():
         used = 0.0
         for lines, size in _groups(file, places):
-            shown = sorted(lines, key=lambda each: -_sortable(each["reward"]))
+            shown = sorted(lines, key=lambda line: -_sortable(line["reward"]))
             if math.isfinite(chosen.bytes_a_step):
                 shown, size = [*shown[:1], *shown[1:][-1:]], size * min(1.0, 2 / len(lines))
             if used and used + size > chosen.bytes_a_step:
@@ -117,8 +117,8 @@ def _group(step: int, lines: Sequence[Line], shown: Sequence[Line]) -> Line:
     return {
         "step": step,
         "version": lines[0].get("weights_version"),
-        "used": all(each.get("used", True) for each in lines),
-        "rewards": [_short(each["reward"]) for each in lines],
+        "used": all(line.get("used", True) for line in lines),
+        "rewards": [_short(line["reward"]) for line in lines],
         "answers": [_answer(each) for each in shown],
     }
 
@@ -135,7 +135,7 @@ def _answer(line: Line) -> Line:
         "finished": line.get("finished", True),
         "length": len(line.get("tokens", pieces)),
         "pieces": pieces or [line["text"]],
-        "logprobs": [_short(each, 5) for each in logprobs],
+        "logprobs": [_short(logprob, 5) for logprob in logprobs],
         "differences": [_short(b - a, 3) for a, b in zip(logprobs, trained, strict=True)] if trained else [],
         "given": [i for i, each in enumerate(own) if not each],
     }

@@ -95,7 +95,7 @@ def read_steps(path: Path) -> list[LineSpan]:
 
     Raises `UserError` for a damaged line, but for the last.
     """
-    found, first, sizes = list[LineSpan](), 0, list[int]()
+    result, first, sizes = list[LineSpan](), 0, list[int]()
 
     def step_of(line: bytes) -> Line:
         known = START.match(line) if line.endswith(b"}\n") else None
@@ -108,9 +108,9 @@ def read_steps(path: Path) -> list[LineSpan]:
 
     with path.open("rb") as file:
         for number, record in enumerate(read_lines(measured(file), path, step_of), start=1):
-            found.append(LineSpan(record["step"], number, first, sizes[-1]))
+            result.append(LineSpan(record["step"], number, first, sizes[-1]))
             first += sizes[-1]
-    return found
+    return result
 
 
 class StepLines:

@@ -117,8 +117,10 @@ def curve(records: Sequence[Record], panel: Panel, points: int = POINTS) -> RunC
     import pandas
 
     before = {0: 0}  # step → tokens, of an evaluation before training
-    values = [(step := each["step"], each.get("tokens", before.get(step)), panel.value(each)) for each in records]
-    rows = pandas.DataFrame([each for each in values if each[2] is not None], columns=["step", "tokens", "value"])
+    values = [
+        (step := record["step"], record.get("tokens", before.get(step)), panel.value(record)) for record in records
+    ]
+    rows = pandas.DataFrame([value for value in values if value[2] is not None], columns=["step", "tokens", "value"])
     rows = rows.astype(float).replace([math.inf, -math.inf], math.nan)
     if not rows.value.notna().any():
         return None
@@ -152,7 +154,7 @@ def half_life(runs: Sequence[RunRecords]) -> int:
     """Return the steps to smooth over: of 1, 2, 5, 10, 20, …, the nearest to a hundredth of the longest run."""
     steps = max(len(run.records) for run in runs)
     choices = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
-    return min(choices, key=lambda each: abs(math.log(each / max(steps / 100, 0.5))))
+    return min(choices, key=lambda choice: abs(math.log(choice / max(steps / 100, 0.5))))
 
 
 def shown_panels(runs: Sequence[RunRecords]) -> list[Panel]:

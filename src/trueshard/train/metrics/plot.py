@@ -92,7 +92,7 @@ def page(runs: Sequence[RunRecords]) -> str:
         "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "half_life": half_life(runs),
         "tokens": all("tokens" in record for run in runs for record in run.records if record["step"]),
-        "panels": [asdict(each) for each in shown_panels(runs)],
+        "panels": [asdict(panel) for panel in shown_panels(runs)],
         "runs": [_run(run) for run in runs],
     }
     return framed(
@@ -110,7 +110,7 @@ BEST: dict[str, Callable[[Values], Any]] = {"evaluation_loss": np.nanmin, "evalu
 
 
 def _run(run: RunRecords) -> dict[str, Any]:
-    every = [each for panel in PANELS for each in (panel, *panel.others)]
+    every = [other for panel in PANELS for other in (panel, *panel.others)]
     found = {panel.key: each for panel in every if (each := curve(run.records, panel)) is not None}
     best = {key: pick(found[key].mean) for key, pick in BEST.items() if key in found}
     rewarded, last = has_reward(run.records), run.records[-1]

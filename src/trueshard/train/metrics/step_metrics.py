@@ -45,7 +45,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     for module in model.modules():
         own = looked_up if isinstance(module, nn.Embedding) else used
         own.update(map(id, module.parameters(recurse=False)))
-    counted = [each for each in model.parameters() if id(each) not in looked_up - used]
+    counted = [parameter for parameter in model.parameters() if id(parameter) not in looked_up - used]
     weights = sum((6 if each.requires_grad else 4) * each.numel() for each in counted)
     return float(weights + 12 * layers * heads * size * sequence_length)
 

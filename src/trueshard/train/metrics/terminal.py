@@ -104,11 +104,11 @@ class Display(Callback):
 def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the last record, with the rates and the seconds of all of them."""
     seconds = max(sum(record["seconds"] for record in records), 1e-9)
-    found = records[-1] | {"seconds": seconds, "data_wait": sum(record["data_wait"] for record in records)}
+    result = records[-1] | {"seconds": seconds, "data_wait": sum(record["data_wait"] for record in records)}
     for key in ("tokens_per_second", "mfu"):
-        if key in found:
-            found[key] = sum(record[key] * record["seconds"] for record in records) / seconds
-    return found
+        if key in result:
+            result[key] = sum(record[key] * record["seconds"] for record in records) / seconds
+    return result
 
 
 def figures(record: dict[str, Any]) -> dict[str, str]:

@@ -148,14 +148,14 @@ class Tracking(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
             self._trackers = []
-        for each in self._trackers:
-            each.start(self._config, self._folder, self._project, trainer.step)
+        for tracker in self._trackers:
+            tracker.start(self._config, self._folder, self._project, trainer.step)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        for each in list(self._trackers):
-            self._try(each, f"at step {record['step']}", each.log, record["step"], finite)
+        for tracker in list(self._trackers):
+            self._try(tracker, f"at step {record['step']}", tracker.log, record["step"], finite)
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if (first := before_training(trainer, record)) is not None:
@@ -163,13 +163,13 @@ class Tracking(Callback):
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         """Pass a text to the trackers that show texts."""
-        for each in list(self._trackers):
-            if (show := getattr(each, "text", None)) is not None:
-                self._try(each, f"at step {step}", show, step, tag, markdown)
+        for tracker in list(self._trackers):
+            if (show := getattr(tracker, "text", None)) is not None:
+                self._try(tracker, f"at step {step}", show, step, tag, markdown)
 
     def on_end(self, trainer: Trainer) -> None:
-        for each in list(self._trackers):
-            self._try(each, "at the end", each.finish)
+        for tracker in list(self._trackers):
+            self._try(tracker, "at the end", tracker.finish)
 
     def _try(self, tracker: Tracker, when: str, call: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -87,10 +87,10 @@ def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | No
     if config.adapter is not None:
         return None
     plain = config.model_copy(update={"model": config.model.model_copy(update={"freeze": []})})
-    found, runtime = empty(plain, settings).requires_grad_(False).eval(), sharded(model)
-    trueshard.shard(found, plan=runtime.plan, mesh=runtime.mesh)
-    fill(config, found)
-    return found
+    result, runtime = empty(plain, settings).requires_grad_(False).eval(), sharded(model)
+    trueshard.shard(result, plan=runtime.plan, mesh=runtime.mesh)
+    fill(config, result)
+    return result
 
 
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:

@@ -39,8 +39,8 @@ def advantages(
 
 def is_equal(rewards: Values) -> npt.NDArray[np.bool_]:
     """Return which groups have equal rewards: [groups, samples] → [groups]."""
-    found: npt.NDArray[np.bool_] = rewards.max(1) == rewards.min(1)
-    return found
+    result: npt.NDArray[np.bool_] = rewards.max(1) == rewards.min(1)
+    return result
 
 
 def too_long(
@@ -53,27 +53,27 @@ def too_long(
 
 
 def _centred(rewards: Values) -> Values:
-    found: Values = rewards - rewards.mean(1, keepdims=True)
-    return found
+    result: Values = rewards - rewards.mean(1, keepdims=True)
+    return result
 
 
 def _grouped(rewards: Values) -> Values:
-    found: Values = _centred(rewards) / (rewards.std(1, ddof=1, keepdims=True) + TINY)
-    return found
+    result: Values = _centred(rewards) / (rewards.std(1, ddof=1, keepdims=True) + TINY)
+    return result
 
 
 def _leave_one_out(rewards: Values) -> Values:
     others = rewards.shape[1] - 1
-    found: Values = rewards - (rewards.sum(1, keepdims=True) - rewards) / others
-    return found
+    result: Values = rewards - (rewards.sum(1, keepdims=True) - rewards) / others
+    return result
 
 
 def _standardised(rewards: Values, lengths: npt.NDArray[np.int64]) -> Values:
     total = lengths.sum()
     mean = (rewards * lengths).sum() / total
     variance = (lengths * (rewards - mean) ** 2).sum() / max(1, total - 1)
-    found: Values = (rewards - mean) / (np.sqrt(variance) + TINY)
-    return found
+    result: Values = (rewards - mean) / (np.sqrt(variance) + TINY)
+    return result
 
 
 _IN_GROUP: dict[str, Callable[[Values], Values]] = {

@@ -60,7 +60,7 @@ class PromptEncoder:
 
     def plain(self, messages: list[Any]) -> list[int]:
         """Return the tokens of messages in a conversation that began with plain text: their contents as they are."""
-        text = "".join(str(each["content"]) for each in messages)
+        text = "".join(str(message["content"]) for message in messages)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids
 
@@ -97,27 +97,27 @@ class PromptEncoder:
         Those of a token a place are [rows, width], padded with 0 on ``side``.
         """
         assert self.template is not None
-        texts = [self.template.prompt(each, "a prompt") for each in conversations]
+        texts = [self.template.prompt(conversation, "a prompt") for conversation in conversations]
         made = self._process(texts, conversations, side)
-        shape, found = made["input_ids"].shape, {}
+        shape, result = made["input_ids"].shape, {}
         for key, value in made.items():
             if key in ("input_ids", "attention_mask") or not isinstance(value, torch.Tensor):
                 continue
             if value.shape[:2] == shape:
                 room = (width - shape[1], 0) if side == "left" else (0, width - shape[1])
                 value = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + room)
-            found[key] = value
-        return found
+            result[key] = value
+        return result
 
     def _process(self, texts: list[str], conversations: Sequence[list[dict[str, Any]]], side: str) -> Any:
         images = [
             [
                 vision.read_image(part["image"], "a prompt")
-                for message in each
+                for message in conversation
                 for part in message["content"]
                 if isinstance(part, dict) and part["type"] == "image"
             ]
-            for each in conversations
+            for conversation in conversations
         ]
         return self._processor(
             text=texts, images=images, padding=True, padding_side=side, add_special_tokens=False, return_tensors="pt"
@@ -177,5 +177,5 @@ def microbatch(
 def of_samples(values: torch.Tensor, samples: Sequence[Sample]) -> list[np.ndarray[Any, Any]]:
     """Return the values at each sample's tokens, float32, of [rows, length] of their microbatch: its inverse."""
     table = values.float().cpu().numpy()
-    places = [(len(each.asked) - 1, len(each.asked) + len(each.tokens) - 1) for each in samples]
+    places = [(len(sample.asked) - 1, len(sample.asked) + len(sample.tokens) - 1) for sample in samples]
     return [table[row, begin:end] for row, (begin, end) in enumerate(places)]

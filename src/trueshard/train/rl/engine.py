@@ -172,8 +172,8 @@ def _continuous(model: nn.Module, encoder: PromptEncoder, ends: Collection[int],
             "rollout.continuous generates on a whole copy of the model, which the free memory does not hold; remove it"
         )
     texts, bound = probes(len(encoder.tokenizer)), probe_bound(compute_dtype(model))
-    found: Engine = continuous.ContinuousEngine(model, encoder.tokenizer, ends, texts, bound, batch=batch)
-    return found
+    result: Engine = continuous.ContinuousEngine(model, encoder.tokenizer, ends, texts, bound, batch=batch)
+    return result
 
 
 def import_continuous() -> Any:
@@ -223,18 +223,20 @@ def probes(vocabulary: int) -> list[list[int]]:
 def log_probabilities(model: nn.Module, loss: PolicyLoss, texts: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the model's log-probabilities of the tokens of ``texts``, from the second on. Collective."""
     device = device_of(sharded(model).mesh)
-    found = []
+    result = []
     for text in texts:
         ids = torch.tensor([text], device=device)
         logs, _ = loss.logprobs(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
-        found.append(logs[0].tolist())
-    return found
+        result.append(logs[0].tolist())
+    return result
 
 
 def copy_fits(model: nn.Module) -> bool:
     """Return True if a whole copy in the compute dtype takes at most half of every rank's free memory. Collective."""
     runtime = sharded(model)
-    size = sum(each.numel() * (runtime.compute_dtype or each.dtype).itemsize for each in model.parameters())
+    size = sum(
+        parameter.numel() * (runtime.compute_dtype or parameter.dtype).itemsize for parameter in model.parameters()
+    )
     device = device_of(runtime.mesh)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -140,8 +140,8 @@ class PolicyLoss:
 
         if head is None or not torch.is_grad_enabled():
             return both(some)
-        found: torch.Tensor = checkpoint(both, some, use_reentrant=False)
-        return found
+        result: torch.Tensor = checkpoint(both, some, use_reentrant=False)
+        return result
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a microbatch, 0-dim. Collective if sharded."""

@@ -240,16 +240,16 @@ class CalledReward:
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Reward]:
         """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
-        found = []
+        result = []
         groups = [range(len(samples))] if self.whole else [range(i, i + 1) for i in range(len(samples))]
         for places in groups:
             value = self._function.on([dict(prompts[i].record) for i in places], [samples[i] for i in places])
             try:
-                found += [Reward(*each) for each in rewards_of(value, self._function, len(places))]
+                result += [Reward(*each) for each in rewards_of(value, self._function, len(places))]
             except Wrong as error:
                 about = _about(prompts[places[0]].where, *samples[places[0]].name)
                 raise ValueError(f"{self._name} failed for {about}: {error}") from None
-        return found
+        return result
 
     def close(self) -> None:
         """Do nothing."""

@@ -193,13 +193,13 @@ def rewards_of(value: Any, function: Function, samples: int) -> list[tuple[float
         raise Wrong(f"it returned {_short(value)}, not a list of {samples} rewards")
     if len(value) != samples:
         raise Wrong(f"it returned {len(value)} rewards for {samples} samples")
-    found = []
+    result = []
     for number, each in enumerate(value):
         try:
-            found.append(reward_of(each, function))
+            result.append(reward_of(each, function))
         except Wrong as error:
             raise Wrong(str(error), at=number) from None
-    return found
+    return result
 
 
 def reward_of(value: Any, function: Function) -> tuple[float, dict[str, float]]:

@@ -155,10 +155,10 @@ class Processes:
 
     def _advanced(self, place: int, running: _Running, calls: Sequence[Call]) -> list[tuple[int, Answer]]:
         """Return the calls of a process that are answered, ended or late, in their order."""
-        process, found = running.process, []
+        process, result = running.process, []
         for content in process.receive():
             if not running.loads:
-                found.append((running.answered(), Answer(content)))
+                result.append((running.answered(), Answer(content)))
             elif "error" in content:
                 raise UserError(f"reward.function: {content['error']}")
             else:
@@ -167,14 +167,14 @@ class Processes:
                 running.sent.clear()
                 running.send(numbers, calls)
         is_late = bool(running.sent) and time.monotonic() >= running.deadline
-        if process.is_closed or (is_late and not found):
+        if process.is_closed or (is_late and not result):
             by_itself = process.is_closed or process.has_ended()
             code = self._kill(place)
             memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
             lost = self._lost(running, f"{how(code)}{memory}" if by_itself else "")
             if running.sent:
-                found.append((running.sent.popleft()[0], lost))
-        return found
+                result.append((running.sent.popleft()[0], lost))
+        return result
 
     def _lost(self, running: _Running, ended: str) -> Answer:
         if running.loads:

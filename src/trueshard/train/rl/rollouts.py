@@ -160,7 +160,7 @@ class Rollouts:
             self.measures |= self._measured(self.current)
         self.minibatch = self._left.pop(0)
         places = self._dealt(self.minibatch)[rank_and_ranks()[0]]
-        self._batches = [self._batch(self.minibatch, each) for each in places]
+        self._batches = [self._batch(self.minibatch, place) for place in places]
 
     # One rollout
 
@@ -259,12 +259,12 @@ class Rollouts:
         rank = rank_and_ranks()[0]
 
         def compute() -> dict[int, Logs]:
-            found: dict[int, Logs] = {}
+            result: dict[int, Logs] = {}
             for places in parts[rank]:
                 batch = self._batch(minibatch, places)
                 logs, _ = self.loss.logprobs(model, batch_to(batch, self.device))
-                found |= dict(zip(places, of_samples(logs, [minibatch[i].sample for i in places]), strict=False))
-            return found
+                result |= dict(zip(places, of_samples(logs, [minibatch[i].sample for i in places]), strict=False))
+            return result
 
         every = {place: logs for part in on_every_rank(compute) for place, logs in part.items()}
         return [every[place] for place in range(len(minibatch))]
@@ -292,12 +292,12 @@ class Rollouts:
     def _baselines(self, used: list[Scored], rollout: Rollout) -> npt.NDArray[np.float64]:
         """Return the reward of the likeliest answer to the prompt of each group."""
         firsts = [each.sample for each in used[:: self.rl.samples]]
-        prompts = {each.prompt: self.sampler.encoder.of(self._prompts, each.prompt) for each in firsts}
+        prompts = {first.prompt: self.sampler.encoder.of(self._prompts, first.prompt) for first in firsts}
         greedy = replace(self.sampling, temperature=0.0)
         asked = [(prompt, 0) for prompt in prompts.values()]
         found = self.sampler.answer(self.sampler.ask(asked, rollout.step, firsts[0].weights_version, greedy))
         rewards = {sample.prompt: sample.reward for sample in found}
-        return np.array([rewards[each.prompt] for each in firsts])
+        return np.array([rewards[first.prompt] for first in firsts])
 
     # Microbatches
 
@@ -314,9 +314,9 @@ class Rollouts:
     def _batch(self, minibatch: list[Scored], places: list[int]) -> Batch:
         chosen = [minibatch[place] for place in places] or minibatch[:1]
         samples = [each.sample for each in chosen]
-        counted = [bool(places) and (each.finished or self.rl.overlong != "mask") for each in samples]
+        counted = [bool(places) and (sample.finished or self.rl.overlong != "mask") for sample in samples]
         more: dict[str, list[Logs | None]] = {
-            "engine_logprobs": [np.array(each.logprobs, dtype=np.float32) for each in samples]
+            "engine_logprobs": [np.array(sample.logprobs, dtype=np.float32) for sample in samples]
         }
         if minibatch[0].old is not None:
             more["old_logprobs"] = [each.old for each in chosen]
@@ -324,7 +324,7 @@ class Rollouts:
             more["reference_logprobs"] = [each.reference for each in chosen]
         batch = microbatch(samples, [each.advantage for each in chosen], self._pad, counted=counted, more=more)
         if self.sampler.encoder.has_images:
-            talks = [self._prompts[each.prompt]["prompt"] for each in samples]
+            talks = [self._prompts[sample.prompt]["prompt"] for sample in samples]
             batch |= self.sampler.encoder.images(talks, batch["input_ids"].shape[1], "right")
         return batch
 
@@ -332,7 +332,7 @@ class Rollouts:
 
     def _measured(self, rollout: Rollout) -> dict[str, float]:
         samples = [each.sample for each in rollout.scored]
-        rewards, lengths = [each.reward for each in samples], [len(each.tokens) for each in samples]
+        rewards, lengths = [sample.reward for sample in samples], [len(sample.tokens) for sample in samples]
         found: dict[str, float] = {
             "reward": float(np.mean(rewards)),
             "reward_std": float(np.std(rewards)),
@@ -341,14 +341,14 @@ class Rollouts:
             "prompts": self.consumed,
             "length_mean": float(np.mean(lengths)),
             "length_max": max(lengths),
-            "truncated": float(np.mean([not each.finished for each in samples])),
+            "truncated": float(np.mean([not sample.finished for sample in samples])),
             "weights_version": samples[0].weights_version,
             "age": self.step - 1 - samples[0].weights_version,
             "slow_rewards": self.sampler.slow,
         }
-        parts = {key for each in samples for key in each.parts}
+        parts = {key for sample in samples for key in sample.parts}
         for key in sorted(parts):
-            found[f"reward_{key}"] = float(np.mean([each.parts[key] for each in samples if key in each.parts]))
+            found[f"reward_{key}"] = float(np.mean([sample.parts[key] for sample in samples if key in sample.parts]))
         seconds = self.sampler.take_seconds()
         return found | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
 
@@ -379,13 +379,13 @@ class Rollouts:
         rollouts = {"ahead": self._ahead}
         if self._left and self.current is not None:
             rollouts["current"] = self.current
-        kept = {key: packed(each) for key, each in rollouts.items() if each is not None}
+        kept = {key: packed(rollout) for key, rollout in rollouts.items() if rollout is not None}
         return {"step": self.step, "consumed": self.consumed, "left": len(self._left), "rollouts": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` returned, at any number of ranks."""
         self.step, self.consumed, self._batches = int(state["step"]), int(state["consumed"]), []
-        found = {key: unpacked(each) for key, each in state["rollouts"].items()}
+        found = {key: unpacked(rollout) for key, rollout in state["rollouts"].items()}
         self._ahead, self.current = found.get("ahead"), found.get("current")
         self._left = []
         if self.current is not None:

@@ -74,7 +74,7 @@ def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) ->
 
 def with_samples(parts: Parts, config: Config, reporters: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks of a run and those that measure and write its samples, in their order."""
-    tracking = next((each for each in reporters if isinstance(each, Tracking)), None)
+    tracking = next((reporter for reporter in reporters if isinstance(reporter, Tracking)), None)
     writer = SamplesWriter(config.run.folder, tracking, every=config.log.samples_every)
     return [Reinforcement(parts, writer), *reporters, writer]
 
@@ -118,11 +118,11 @@ class Evaluation:
         prompts = [sampler.encoder.of(self._prompts, number) for number in range(count)]
         asked = [(prompt, number) for prompt in prompts for number in range(section.answers)]
         samples = sampler.answer(sampler.ask(asked, 0, version, self._sampling))
-        record = {"reward": _mean([each.reward for each in samples]), "count": float(len(samples))}
-        for key in sorted({key for each in samples for key in each.parts}):
-            record[f"reward_{key}"] = _mean([each.parts.get(key, 0.0) for each in samples])
+        record = {"reward": _mean([sample.reward for sample in samples]), "count": float(len(samples))}
+        for key in sorted({key for sample in samples for key in sample.parts}):
+            record[f"reward_{key}"] = _mean([sample.parts.get(key, 0.0) for sample in samples])
         sampler.take_seconds()
-        return record | {"length_mean": _mean([len(each.tokens) for each in samples])}
+        return record | {"length_mean": _mean([len(sample.tokens) for sample in samples])}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -169,7 +169,7 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
         return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
 
     asked = functools.cache(lambda *tokens: tokenizer.decode(list(tokens)))
-    found = []
+    result = []
     for each in rollouts.current.scored:
         sample, logs = each.sample, each.old if each.old is not None else of_last.get(id(each))
         more: dict[str, Any] = {
@@ -177,5 +177,5 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
             "trained_logprobs": None if logs is None else logs.tolist(),
         }
         pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
-        found.append(line(sample, asked(*sample.asked), pieces, used=each.used, **more))
-    return found
+        result.append(line(sample, asked(*sample.asked), pieces, used=each.used, **more))
+    return result

@@ -48,8 +48,8 @@ class Sampler:
 
     def take_seconds(self) -> dict[str, float]:
         """Return ``seconds``, and begin anew."""
-        found, self.seconds, self.slow = self.seconds, defaultdict(float), 0
-        return found
+        result, self.seconds, self.slow = self.seconds, defaultdict(float), 0
+        return result
 
     def answer(self, asked: Asked) -> list[Sample]:
         """Return an answer to each, with its reward; after ``ask``."""

@@ -199,7 +199,7 @@ class VLLMEngine:
         told = self._server.ask(COMPLETIONS, body if self._served is None else body | {"model": self._served})
         try:
             logprobs = told["choices"][0]["prompt_logprobs"]
-            return [float(each[str(token)]["logprob"]) for token, each in zip(ids[1:], logprobs[1:], strict=True)]
+            return [float(logprob[str(token)]["logprob"]) for token, logprob in zip(ids[1:], logprobs[1:], strict=True)]
         except (LookupError, TypeError, ValueError):
             raise UserError(
                 f"rollout.url: {self._server.url} gave no log-probabilities of a prompt (prompt_logprobs); it must be "

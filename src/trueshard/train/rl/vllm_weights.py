@@ -129,7 +129,7 @@ class Directory:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
             rest["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
             if "config.json" in rest:
-                dtype = dtype_name(max(sizes, key=lambda each: sizes[each]))
+                dtype = dtype_name(max(sizes, key=lambda size_: sizes[size_]))
                 rest["config.json"] = json.dumps(json.loads(rest["config.json"]) | {"dtype": dtype}, indent=2).encode()
         for name, data in rest.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _make_empty(place: Path) -> None:
 
 
 def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    header, ranges = make_header({key: TensorEntry.of(each, [key]) for key, each in tensors.items()}, marked=False)
+    header, ranges = make_header({key: TensorEntry.of(tensor, [key]) for key, tensor in tensors.items()}, marked=False)
     with open(path, "wb") as file:
         file.write(header)
         for key in sorted(tensors, key=lambda key: ranges[key]):
