@@ -128,12 +128,12 @@ def through(rank: int, world_size: int) -> None:
         expected = model(input_ids=ids).logits
     going = trueshard.weights(model)
     next(going)
-    assert len(sharded(model).gathered()) == 1
+    assert len(sharded(model).memory.now()) == 1
     going.close()
-    assert not sharded(model).gathered()
+    assert not sharded(model).memory.now()
     with pytest.raises(ArithmeticError):
         spoil(model)
-    assert not sharded(model).gathered()
+    assert not sharded(model).memory.now()
     assert all(torch.equal(p.to_local(), before[name]) for name, p in model.named_parameters())  # type: ignore[attr-defined]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, expected)
