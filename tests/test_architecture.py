@@ -16,6 +16,7 @@ import pytest
 
 import trueshard
 from architecture_floors import FLOORS
+from trueshard.parallel.tp_styles import STYLES
 
 SOURCE = Path(trueshard.__file__).parent
 
@@ -196,6 +197,20 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_docstrings_begin_with_a_verb_or_a_subject(name: str) -> None:
     lines = [f"{line}: {text[:60]}" for line, text in docstrings(parsed(FILES[name])) if REFERRING.match(text)]
     assert lines == []
+
+
+#: Files that say what words mean; other code asks them. `convert` reads the words of other frameworks.
+TABLES = {"options", "plans", "model.policies", "parallel.tp_styles"}
+WORDS = {*STYLES, "always", "never", "last_layer", "bf16", "fp16"} - {"replicate", "all_reduce"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if name not in TABLES and "convert" not in name))
+def test_words_of_styles_resharding_and_precision_are_compared_in_their_tables_alone(name: str) -> None:
+    compared = [node for node in ast.walk(parsed(FILES[name])) if isinstance(node, ast.Compare)]
+    sides = [(node, side) for node in compared for side in (node.left, *node.comparators)]
+    constants = [(node, inner) for node, side in sides for inner in ast.walk(side) if isinstance(inner, ast.Constant)]
+    found = [ast.unparse(node) for node, inner in constants if isinstance(inner.value, str) and inner.value in WORDS]
+    assert found == []
 
 
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.

@@ -147,7 +147,7 @@ def test_patches_are_undone_with_the_last_model(rank: int, world_size: int) -> N
     assert torch_now() == before
 
 
-PACKAGES = ("model", "optim", "sharding", "_torch")
+PACKAGES = ("model", "optim", "parallel", "sharding", "_torch")
 MAKERS = ("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "ExitStack", "Counter")
 MAKERS += ("dict", "list", "set", "count", "defaultdict", "deque")
 OF_THE_PROCESS = {

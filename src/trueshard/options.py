@@ -159,6 +159,10 @@ class Options(AppliedOptions):
         """True if an option is ``"auto"``, or a budget must be kept."""
         return self.memory is not None or is_free(self.reshard_after_forward) or is_free(self.activation_checkpointing)
 
+    def scales_loss(self) -> bool:
+        """True if the loss has to be scaled, because gradients in the compute dtype leave its range."""
+        return self.mixed_precision == "fp16"
+
     def budget(self) -> int | None:
         """Return ``memory`` in bytes."""
         return None if self.memory is None else parse_size("memory", self.memory)

@@ -16,6 +16,9 @@ from trueshard.options import RECOMPUTE_WORDS, RESHARD_WORDS, Recompute
 from trueshard.plans import Plan, Unit
 from trueshard.text import nearest
 
+FREES_ALL = "always"
+"""The word for resharding that takes the least memory."""
+
 
 def apply_words(plan: Plan, shard_ranks: int) -> Plan:
     """Turn a plan's reshard and activation-checkpointing words into one value for each unit.

@@ -400,7 +400,7 @@ class Config(Section):
             raise ValueError(
                 "train.exact does not go with rollout.continuous, which rounds by what a rank has to answer; remove it"
             )
-        if self.shard.options().mixed_precision == "fp16":
+        if self.shard.options().scales_loss():
             raise ValueError('train.exact does not go with shard.mixed_precision = "fp16"; use "bf16"')
         for axis in OPTIONS:
             if ranks_along(self.shard, axis) != 1:

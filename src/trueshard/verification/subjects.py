@@ -212,7 +212,7 @@ def _lists(module: nn.Module, least: int) -> Iterator[Any]:
 
 def loss_scaler(case: Case) -> torch.amp.GradScaler | None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if case.choices.mixed_precision == "fp16" else None
+    return torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if case.choices.scales_loss() else None
 
 
 class FactorySubject:

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from trueshard.machine import memory_of_process
+from trueshard.model.policies import FREES_ALL
 from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.run import resuming
@@ -188,7 +189,7 @@ class _RemedySearch:
 
     def _reshard(self) -> dict[str, Any]:
         word = self._config.shard.options().reshard_after_forward
-        return {} if word == "always" or self._ranks == 1 else {"shard.reshard_after_forward": "always"}
+        return {} if word == FREES_ALL or self._ranks == 1 else {"shard.reshard_after_forward": FREES_ALL}
 
     def _copies(self) -> list[dict[str, Any]]:
         """Ways of reinforcement learning to generate without a copy that stays."""

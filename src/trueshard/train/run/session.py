@@ -205,7 +205,7 @@ def build_trainer(
         accumulate=train.accumulation(sharded(model).axes.reader[1]),
         seed=train.seed if train.exact else None,
         scheduler=build_schedule(config.schedule, optimizer, steps),
-        scaler=torch.amp.GradScaler(device.type) if config.shard.options().mixed_precision == "fp16" else None,
+        scaler=torch.amp.GradScaler(device.type) if config.shard.options().scales_loss() else None,
         max_grad_norm=train.max_grad_norm,
         evaluation=evaluation,
         evaluate_every=config.evaluation.every if config.evaluation else None,
