@@ -106,20 +106,21 @@ def _run(
         given |= {"inputs_embeds": torch.zeros(1, length, _width(module), dtype=dtype), "use_cache": False}
     else:
         ids = (torch.zeros(1, length, dtype=torch.int64),)
-    error: Exception | None = None
+    why = ""
     for returns_tuple in (False, True):
         notes, noise = _Notes(), torch.Generator().manual_seed(seed)
         stand_in = _stand_in(module, blocks, notes, noise, norm, dtype, returns_tuple)
         try:
             notes.output = stand_in(*ids, **given)
         except Exception as reason:  # whatever a forward raises that was given something unexpected
-            error = error or reason
+            # Its words alone: with this frame the exception would be a cycle, which keeps tensors till a collection.
+            why = why or f"{type(reason).__name__}: {reason}"
             continue
         # A block's tuple that is taken for a tensor, or the other way round, gives the next one something else.
         if all(torch.equal(one, two) for one, two in zip(notes.returned, notes.given[1:], strict=False)):
             return notes
-    reason_words = f"{type(error).__name__}: {error}" if error else "blocks are not given what those before them return"
-    raise RuntimeError(f"its forward does not run on blocks that compute nothing ({reason_words})")
+    why = why or "blocks are not given what those before them return"
+    raise RuntimeError(f"its forward does not run on blocks that compute nothing ({why})")
 
 
 def _width(holder: Any) -> int:
