@@ -33,8 +33,10 @@ def as_on_one_device(ranks: int | None = None, **tolerances: float) -> Callable[
     return lambda case: _test(case, ("alone", "sizes" if ranks is None else f"ranks{ranks}"), run)
 
 
-def on_ranks(ranks: int) -> Callable[[Case], Case]:
-    return lambda case: _test(case, (f"ranks{ranks}",), lambda case, on, *args: on.run(case, *args))
+def on_ranks(ranks: int, *, fresh: bool = False) -> Callable[[Case], Case]:
+    """``fresh``: in processes of its own."""
+    fixture = f"fresh{ranks}" if fresh else f"ranks{ranks}"
+    return lambda case: _test(case, (fixture,), lambda case, on, *args: on.run(case, *args))
 
 
 def raises_on_ranks(ranks: int, match: str) -> Callable[[Case], Case]:

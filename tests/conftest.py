@@ -110,6 +110,14 @@ def ranks2(pool: Pool) -> Ranks:
     return Ranks(2, pool)
 
 
+@pytest.fixture
+def fresh2() -> Iterator[Ranks]:
+    """Two processes in which no other test ran, whose models could still be there."""
+    workers = Pool()
+    yield Ranks(2, workers)
+    workers.close()
+
+
 @pytest.fixture(scope="session")
 def ranks3(pool: Pool) -> Ranks:
     return Ranks(3, pool)

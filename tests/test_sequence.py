@@ -450,7 +450,7 @@ def held(rank: int, world_size: int) -> list[tuple[int, int]]:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 3 and tensor.shape[1] == 12 // world_size:
             kept.append((tensor.nbytes, tensor.untyped_storage().nbytes()))
-        return tensor
+        return tensor.detach()  # itself it would be a cycle with the node that made it
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.arange(12).view(1, 12), use_cache=False)

@@ -519,9 +519,9 @@ class Recomputed(Uneven):
         return self.last(x + torch.tanh(self.aside(x)))
 
 
-def steps_on_end(rank: int, world_size: int) -> list[set[tuple[int, int]]]:
+def steps_on_end(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
     """How many objects and how many tensors there are after each of five steps, once four have made what is kept."""
-    found = []
+    results = []
     gc.collect()
     gc.freeze()  # what was there before is neither counted nor looked through
     for reentrant in (None, True, False):
@@ -540,15 +540,21 @@ def steps_on_end(rank: int, world_size: int) -> list[set[tuple[int, int]]]:
             objects = gc.get_objects()
             counts.append((len(objects), sum(isinstance(each, torch.Tensor) for each in objects)))
             del objects
-        found.append(set(counts[4:]))
+        results.append(counts[4:])
     gc.unfreeze()
-    return found
+    return results
 
 
 def test_steps_leave_no_object_behind(ranks2: Ranks) -> None:
-    """Neither those of torch's dispatch of a step, nor the graph of a recomputed layer."""
-    for found in ranks2.run(steps_on_end):
-        assert [len(counts) for counts in found] == [1] * 3, found
+    """Neither those of torch's dispatch of a step, nor the graph of a recomputed layer.
+
+    Python may make an object or two once, at any step; what a step leaves comes with each.
+    """
+    for results in ranks2.run(steps_on_end):
+        for counts in results:
+            objects, tensors = zip(*counts, strict=True)
+            assert len(set(tensors)) == 1, results
+            assert len(set(objects)) <= 2, results
 
 
 class Mixture(nn.Module):

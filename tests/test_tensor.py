@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -561,6 +563,27 @@ def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks
     (expected,) = alone.run(losses, 0)
     for found in ranks2.run(losses, 2):
         assert distance(found, expected) < EXACT
+
+
+def without_backward(rank: int, world_size: int, fails: bool) -> bool:
+    """Whether a model is gone that ran forward, with gradients, and never backward."""
+    model = build("llama")
+    trueshard.shard(model, tensor=world_size)
+    if fails:
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0)[:2])
+    else:
+        model(batch(0)[:2])
+    weak = weakref.ref(model)
+    del model
+    gc.collect()
+    return weak() is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_freed_whose_pass_had_no_backward(fails: bool, fresh2: Ranks) -> None:
+    assert fresh2.run(without_backward, fails) == [True, True]
 
 
 # Every architecture

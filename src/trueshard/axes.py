@@ -19,8 +19,6 @@ class Axis:
 
     name: str
     """Its name in meshes, forecasts and reports; of an axis with ``is_option`` also the option with its ranks."""
-    words: str
-    """Its ranks' part in the work, to be read after "ranks that"."""
     is_option: bool = True
     """``shard()`` and ``Plan`` have an option of its name. The mesh alone says how many ranks replicate or shard, and a
     pipeline is cut by the user."""
@@ -47,26 +45,26 @@ class Axis:
 
 
 AXES = (
+    # Ranks that run some of the blocks each.
     Axis(
         name="pipeline",
-        words="run some of the blocks each",
         is_option=False,
         place="stages",
         gradients="apart",
         same_samples=True,
     ),
-    Axis(name="replicate", words="hold a copy of the model each", is_option=False, gradients="summed"),
-    Axis(name="shard", words="hold a shard of each parameter", is_option=False, gradients="sharded"),
+    # Ranks that hold a copy of the model each, and those that hold a shard of each parameter.
+    Axis(name="replicate", is_option=False, gradients="summed"),
+    Axis(name="shard", is_option=False, gradients="sharded"),
+    # Ranks that share each sequence, each matrix, and the experts of each layer.
     Axis(
         name="context",
-        words="share each sequence",
         gradients="sharded",
         same_samples=True,
         resolve="parallel.context:resolve",
     ),
     Axis(
         name="tensor",
-        words="share each matrix",
         gradients="apart",
         same_samples=True,
         in_node=True,
@@ -74,7 +72,6 @@ AXES = (
     ),
     Axis(
         name="experts",
-        words="share the experts of each layer",
         place="folded",
         gradients="apart",
         resolve="parallel.experts:resolve",

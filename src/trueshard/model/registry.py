@@ -8,6 +8,7 @@ gradients that are not reduced, names, seeds) lives on the record of its model, 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import weakref
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class ShardedModel:
+class ShardedModel(abc.ABC):
     """Record of one sharded model, as optimizers and patches of torch see it; its root module alone keeps it alive."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -43,13 +44,13 @@ class ShardedModel:
         """``id`` of a parameter whose gradients are exact sums → its name. Not weak references to parameters: those
         would keep torch from giving them memory by ``to_empty()``."""
 
+    @abc.abstractmethod
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that an optimizer holds, whether their units are gathered now or not."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def drop_unreduced(self, of: Collection[int] | None = None) -> None:
         """Drop gradients that are summed on this rank and not reduced; ``of``: those of parameters with these ids."""
-        raise NotImplementedError
 
 
 _models: weakref.WeakValueDictionary[int, ShardedModel] = weakref.WeakValueDictionary()

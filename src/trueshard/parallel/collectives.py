@@ -20,10 +20,10 @@ Group = dist.ProcessGroup
 
 
 class LastInput:
-    """The tensor that modules of one model were given last, and what ``sum_gradients`` made of it.
+    """The tensor that modules of one model were given last in a pass, and what ``sum_gradients`` made of it.
 
-    Strong references, which backward lets go of: a note on the tensor itself would be a cycle with what was made of it,
-    and keep activations until Python collects garbage.
+    ``[Note: Graph of a pass]`` The graph of these tensors leads back to the model, through nodes of C++ in which Python
+    finds no cycle. So they are let go of where the pass ends: else a pass without a backward keeps the model for ever.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,10 @@ class LastInput:
 
     def __deepcopy__(self, memo: Any) -> LastInput:
         return LastInput()
+
+    def forget(self) -> None:
+        """Let go of both; called at the end of a pass, and by backward, which may compute a part of a pass again."""
+        self.pair = None
 
 
 def is_split() -> bool:
@@ -117,7 +121,7 @@ class _SumGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.last is not None:
-            ctx.last.pair = None
+            ctx.last.forget()
         return _summed(grad, ctx.group), None, None
 
 

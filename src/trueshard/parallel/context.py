@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import math
@@ -68,7 +69,8 @@ def language_model(root: nn.Module) -> Any:
 
 
 def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """Return ``plan``; raise ValueError if ranks cannot share the sequences of this model."""
+    """Return ``plan`` with the size of a mesh; raise ValueError if ranks cannot share the sequences of this model."""
+    plan = dataclasses.replace(plan, context=sizes.get("context", 1))
     if plan.context > 1:
         refuse(root, plan)
     return plan

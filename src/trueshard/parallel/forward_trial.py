@@ -91,25 +91,24 @@ class _Constant(_Child):
 
 
 def _run(
-    root: nn.Module, holder: str, blocks: str, length: int = LENGTH, *, norm: str = "", seed: int = 0, **inputs: Any
+    holder: nn.Module, blocks: str, length: int = LENGTH, *, norm: str = "", seed: int = 0, **inputs: Any
 ) -> _Notes:
-    """Run the holder's forward once, with children that compute nothing.
+    """Run the holder's forward once, with children that compute nothing; ``blocks``: its attribute that lists them.
 
     Raises RuntimeError, with the reason, where it does not run so.
     """
-    module: nn.Module = dict(names.named_modules(root))[holder]
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    takes_embeddings = "inputs_embeds" in inspect.signature(module.forward).parameters
+    dtype = next((p.dtype for p in holder.parameters() if p.is_floating_point()), torch.float32)
+    takes_embeddings = "inputs_embeds" in inspect.signature(holder.forward).parameters
     given: dict[str, Any] = dict(inputs)
     ids: tuple[torch.Tensor, ...] = ()
     if takes_embeddings:
-        given |= {"inputs_embeds": torch.zeros(1, length, _width(module), dtype=dtype), "use_cache": False}
+        given |= {"inputs_embeds": torch.zeros(1, length, _width(holder), dtype=dtype), "use_cache": False}
     else:
         ids = (torch.zeros(1, length, dtype=torch.int64),)
     why = ""
     for returns_tuple in (False, True):
         notes, noise = _Notes(), torch.Generator().manual_seed(seed)
-        stand_in = _stand_in(module, blocks, notes, noise, norm, dtype, returns_tuple)
+        stand_in = _stand_in(holder, blocks, notes, noise, norm, dtype, returns_tuple)
         try:
             notes.output = stand_in(*ids, **given)
         except Exception as reason:  # whatever a forward raises that was given something unexpected
@@ -187,10 +186,10 @@ def try_masks(model: Any, attention: Iterable[str]) -> MaskTrial:
         try:
             holder, blocks = _list_of(model, attention)
             packed = torch.arange(LENGTH).remainder(LENGTH // 2).unsqueeze(0)  # (1, length)
-            masks = _run(model, holder, blocks, position_ids=packed).masks
+            masks = _run(holder, blocks, position_ids=packed).masks
             padded = torch.ones(1, LENGTH, dtype=torch.int64)
             padded[:, : LENGTH // 4] = 0
-            counted = _run(model, holder, blocks, attention_mask=padded).positions
+            counted = _run(holder, blocks, attention_mask=padded).positions
         except RuntimeError as error:
             raise ValueError(
                 f"context: whether {_torch.own_class(model).__name__} keeps packed documents apart cannot be told: "
@@ -203,8 +202,8 @@ def try_masks(model: Any, attention: Iterable[str]) -> MaskTrial:
         )
 
 
-def _list_of(model: nn.Module, attention: Iterable[str]) -> tuple[str, str]:
-    """Return the name of the module that runs the blocks, and of its attribute that lists them."""
+def _list_of(model: nn.Module, attention: Iterable[str]) -> tuple[nn.Module, str]:
+    """Return the module that runs the blocks, and the name of its attribute that lists them."""
     modules, lists = dict(names.named_modules(model)), set()
     for name in attention:
         parts = name.split(".")
@@ -212,7 +211,8 @@ def _list_of(model: nn.Module, attention: Iterable[str]) -> tuple[str, str]:
         lists.add(".".join(parts[:place]))
     if len(lists) != 1 or not isinstance(modules.get(listed := lists.pop()), nn.ModuleList):
         raise RuntimeError("its attention does not lie in one list of blocks")
-    return listed.rpartition(".")[0], listed.rpartition(".")[2]
+    above, _, attribute = listed.rpartition(".")
+    return modules[above], attribute
 
 
 def _crosses(mask: torch.Tensor | None) -> bool:
@@ -223,11 +223,11 @@ def _crosses(mask: torch.Tensor | None) -> bool:
     return bool(seen.any()) if mask.dtype == torch.bool else bool((seen > torch.finfo(mask.dtype).min / 2).any())
 
 
-def _takes_kinds(model: Any, holder: str, blocks: str) -> bool:
+def _takes_kinds(model: Any, holder: nn.Module, blocks: str) -> bool:
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     masks: Mapping[str, torch.Tensor] = {kind: torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool) for kind in kinds}
     try:
-        given = _run(model, holder, blocks, attention_mask=masks).masks
+        given = _run(holder, blocks, attention_mask=masks).masks
     except RuntimeError:
         return False
     return bool(given) and all(any(mask is known for known in masks.values()) for mask in given)
@@ -251,7 +251,7 @@ def last_norm(root: nn.Module, blocks: Sequence[str]) -> str | None:
     holder = dict(names.named_modules(root))[above]
     with _torch.real_tensors(), torch.no_grad():
         for name, child in holder.named_children():
-            if _is_norm_of_tokens(names.unwrap(child)) and _alone_reads(root, above, attribute, name):
+            if _is_norm_of_tokens(names.unwrap(child)) and _alone_reads(holder, attribute, name):
                 return f"{above}.{name}" if above else name
     return None
 
@@ -275,19 +275,19 @@ def _is_norm_of_tokens(module: nn.Module) -> bool:
     return bool(full.shape == tokens.shape) and torch.allclose(full, part, rtol=1e-4, atol=1e-5)
 
 
-def _alone_reads(root: nn.Module, holder: str, blocks: str, norm: str) -> bool:
+def _alone_reads(holder: nn.Module, blocks: str, norm: str) -> bool:
     """True if a child is called once, with what the last block returned, and nothing else depends on that."""
-    count = sum(1 for _ in dict(names.named_modules(root))[holder].get_submodule(blocks).children())
+    count = sum(1 for _ in holder.get_submodule(blocks).children())
     try:
         for length in (1, LENGTH):
-            one, two = (_run(root, holder, blocks, length, norm=norm, seed=seed) for seed in (0, 1))
+            one, two = (_run(holder, blocks, length, norm=norm, seed=seed) for seed in (0, 1))
             for notes in (one, two):
                 calls = notes.calls.get(norm, [])
                 if len(notes.returned) != count or [torch.equal(call, notes.returned[-1]) for call in calls] != [True]:
                     return False
             # The norm gives the same in both passes, so whatever differs was read past it.
-            outputs = (_torch.tensors_in(_plain(notes.output)) for notes in (one, two))
-            if not all(torch.equal(*pair) for pair in zip(*outputs, strict=True)):
+            first, second = (_torch.tensors_in(_plain(notes.output)) for notes in (one, two))
+            if len(first) != len(second) or not all(map(torch.equal, first, second)):
                 return False
     except RuntimeError:
         return False

@@ -37,7 +37,7 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
         ValueError: the model cannot be shared; names the module, and what does not fit.
     """
     asked = plan.tensor > 1 or bool(plan.styles)
-    plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1), context=sizes.get("context", 1))
+    plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1))
     if (mesh := arrived_on(root)) is not None:
         if asked or plan.tensor > 1:
             raise ValueError(
@@ -273,8 +273,10 @@ def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
     return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], REPLICATE)]
 
 
-def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
+def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh, last_input: LastInput) -> Parts | None:
     """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place.
+
+    ``last_input``: made for this model; the caller lets it ``forget()`` at the end of each pass.
 
     Returns what computes on parts of sequences.
     """
@@ -282,7 +284,6 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> Parts | None:
     whole = {each.name for each in plan.replicated}
     parts = parts_of(root, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
-    last_input = LastInput()
     for held in names.held_tensors(root, "parameters"):
         if held.name in whole or isinstance(held.tensor, DTensor):
             continue

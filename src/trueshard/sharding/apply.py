@@ -30,6 +30,7 @@ from trueshard.model.names import Held
 from trueshard.model.snapshot import Snapshot
 from trueshard.optim.rebind import shard_like
 from trueshard.parallel import experts
+from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.context import share_attention
 from trueshard.parallel.sequence import Parts, split_ends
 from trueshard.parallel.tensor import arrived_on, cut
@@ -78,7 +79,11 @@ def apply(
     shared = axes.along.get("tensor") or arrived
     # Gathered, a parameter is on the axis along which it is cut, alone.
     runtime.meshes |= {*axes.along.values(), *([shared] if shared is not None else [])}
-    parts = cut(root, plan, shared) if shared is not None else None
+    parts = None
+    if shared is not None:
+        last_input = LastInput()
+        runtime.after_pass.append(last_input.forget)
+        parts = cut(root, plan, shared, last_input)
     if "context" in axes.along and plan.context > 1:
         share_attention(root, axes.along["context"])
     for unit in plan.units:

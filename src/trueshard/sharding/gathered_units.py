@@ -26,7 +26,7 @@ class GatheredUnits:
     def __init__(self, units: Mapping[ShardedModule, Sequence[torch.Tensor]]) -> None:
         self._units = units
         self.now = _torch.gathered_units(units)
-        """Return the units that are gathered now."""
+        """Function that returns the units that are gathered now."""
         self._before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began: they wait for the backward of an earlier pass."""
         self._at_end: list[ShardedModule] = []

@@ -93,6 +93,8 @@ class Runtime(ShardedModel):
         """Whole parameters that the user added since the last pass, on which ranks have not agreed yet."""
         self.before_pass: list[Callable[[], None]] = []
         """Called before each outermost pass, behind what resets FSDP2 and before what reads its parameters."""
+        self.after_pass: list[Callable[[], None]] = []
+        """Called after each outermost pass, also one that an exception ended."""
         self.memory = GatheredUnits({})
         """Follows what is gathered; made anew in ``install``, when ``units`` is filled."""
         self.hooks = HookedParameters()
@@ -212,6 +214,8 @@ class Runtime(ShardedModel):
     def leave(self) -> None:
         """Leave a pass, also by an exception."""
         self._leave_state(State.PASS)
+        for function in self.after_pass if not self.is_in(State.PASS) else ():
+            function()
         if not self.is_in(State.PASS, State.SHARED) and not torch.is_grad_enabled() and not _torch.in_backward():
             self.memory.free_after_pass()
 

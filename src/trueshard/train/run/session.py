@@ -17,7 +17,6 @@ from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
-from trueshard.plans import precision_of
 from trueshard.sharding.engine import sharded
 from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.formats import FORMATS
@@ -321,9 +320,7 @@ def _watches(config: Config) -> list[Callback]:
 
 def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
     """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
-    precision = precision_of(config.shard.options().mixed_precision)
-    compute = getattr(torch, config.model.dtype if precision is None or not precision.compute else precision.compute)
-    peak = peak_flops(device, compute)
+    peak = peak_flops(device, sharded(model).compute_dtype or getattr(torch, config.model.dtype))
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
     flops = flops_per_token(model, config.train.sequence_length) if countable else None
     folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)
