@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -270,7 +271,44 @@ REFUSED: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("llava", {}, ["more than one sequence"]),
     ("attention_dropout", {}, ["model.layers.1.self_attn", "attention_dropout=0.1"]),
     ("dropout", {}, ["model.layers.1.mlp.act_fn.1", "p=0.1"]),
+    ("shift", {}, ["other positions outside of attention", "model.layers.1.mlp"]),
+    ("pooled", {}, ["other positions outside of attention", "model.norm"]),
+    ("attention", {}, ["model.layers.1.self_attn", "attention interface"]),
+    ("indexed", {}, ["model.layers.1.self_attn", "computes from other positions"]),
 ]
+
+
+class Shift(nn.Module):
+    """A feed-forward that adds some of the token before, which it begins without."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner, self.gate = inner, nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before: torch.Tensor = self.inner(F.pad(x, (0, 0, 1, -1)))
+        return self.inner(x) + self.gate * before
+
+
+class Pooled(nn.Module):
+    """A norm over all positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.pow(2).mean((1, 2), keepdim=True).sqrt() * self.weight
+
+
+def own_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return F.scaled_dot_product_attention(*[hidden_states.unsqueeze(1)] * 3, is_causal=True).squeeze(1), None
+
+
+def indexed_attention(module: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+    """Attention to keys that were chosen by their likeness, as an indexer does."""
+    chosen = (hidden_states @ hidden_states.transpose(1, 2)).unsqueeze(1) > 0
+    return type(module).forward(module, hidden_states, attention_mask=chosen, **kwargs)
 
 
 def unfit(name: str, options: dict[str, Any]) -> nn.Module:
@@ -285,6 +323,13 @@ def unfit(name: str, options: dict[str, Any]) -> nn.Module:
         model.model.layers[1].self_attn.attention_dropout = 0.1
     elif name == "dropout":
         model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    elif name == "shift":
+        model.model.layers[1].mlp = Shift(model.model.layers[1].mlp, model.config.hidden_size)
+    elif name == "pooled":
+        model.model.norm = Pooled(model.config.hidden_size)
+    elif name in ("attention", "indexed"):
+        module = model.model.layers[1].self_attn
+        module.forward = types.MethodType(own_attention if name == "attention" else indexed_attention, module)
     return model
 
 
@@ -388,8 +433,11 @@ def mixing(rank: int, world_size: int, how: str) -> None:
             if how == "unknown":
                 raise RuntimeError("a forward of one's own")
             mask = masking_utils.create_causal_mask(self.config, inputs_embeds, None, None, position_ids=None)
+            places = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+            rotation = self.rotary_emb(inputs_embeds, position_ids=places if position_ids is None else position_ids)
+            hidden = inputs_embeds
             for layer in self.layers:
-                layer(inputs_embeds, attention_mask=mask, position_ids=position_ids)
+                hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation)
 
     inner.__class__ = Mixes
     trueshard.shard(model, context=world_size)
@@ -397,7 +445,8 @@ def mixing(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("seen", ["LlamaForCausalLM", "packed documents apart"]), ("unknown", ["cannot be told", "own"])]
+    ("how", "words"),
+    [("seen", ["LlamaForCausalLM", "keep packed documents apart"]), ("unknown", ["cannot be told", "own"])],
 )
 def test_packed_documents_that_would_see_each_other_are_refused(how: str, words: list[str], ranks2: Ranks) -> None:
     ranks2.raises(mixing, how, match=naming(*words))

@@ -113,9 +113,13 @@ def renames_when_loading(wrapper: nn.Module) -> bool:
     return isinstance(wrapper, CheckpointWrapper)
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute in which ``module.compile()`` leaves what is called instead of the forward of that very module."""
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """True after ``module.compile()``, which no public attribute shows."""
-    return module._compiled_call_impl is not None
+    return getattr(module, COMPILED_CALL) is not None
 
 
 def store() -> Any:

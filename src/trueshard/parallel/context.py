@@ -21,7 +21,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,6 +34,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.collectives import exchange, part_of
 from trueshard.parallel.forward_trial import MaskTrial, try_masks
+from trueshard.parallel.position_trial import attend_alone, find_mixer
 from trueshard.parallel.tensor import refuse_random
 from trueshard.plans import Plan
 
@@ -43,9 +43,10 @@ GROUP = "_trueshard_context"
 _TRIAL = "_trueshard_mask_trial"
 _OURS = "trueshard_"
 """Beginning of the names under which attention is registered."""
+_TRIED = f"{_OURS}trial"
+"""Name of what stands for attention where blocks are tried."""
 _KINDS = ("sdpa", "eager")
 _LAYERS = {"full_attention", "sliding_attention"}
-_NEIGHBOURS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _PER_HEAD = ("position_bias", "s_aux")
 """Arguments of attention functions that have a value for each head."""
 _CHANGES = ("softcap", "sliding_window")
@@ -105,49 +106,48 @@ def refuse(root: nn.Module, plan: Plan) -> None:
 
 def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
     """Raise ValueError unless all that looks at other positions is causal attention behind the interface."""
-    config, source = model.config, _source(model)
-    attention = attention_of(model)
-    layers = set(getattr(config, "layer_types", None) or ())
-    word = _kind(config)
-    others = [name for name, each in names.named_modules(model) if isinstance(each, _NEIGHBOURS)]
+    config, attention = model.config, attention_of(model)
+    word, layers = _kind(config), set(getattr(config, "layer_types", None) or ())
     why = None
     if word not in _KINDS:
         why = f'its attention implementation is {word!r}: load it with attn_implementation="sdpa" or "eager"'
-    elif not attention or "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source:
+    elif getattr(config, "reorder_and_upcast_attn", False):
+        why = "its configuration has reorder_and_upcast_attn: set it to False"
+    elif not attention:
         why = "its attention does not go through transformers' attention interface"
     elif not all(module.is_causal for module in attention.values()):
         why = "its attention is not causal"
-    elif others or layers - _LAYERS or getattr(model, "_is_stateful", False):
-        found = ", ".join(map(repr, others[:1] or sorted(layers - _LAYERS) or ["a recurrent state"]))
-        why = f"it looks at other positions outside of attention ({found})"
     elif parameters := [f"{name}.{key}" for name, each in attention.items() for key in _torch.own_parameters(each)]:
         why = f"{parameters[0]!r} has values for each head"
     elif hasattr(model, "create_masks_for_generate"):
         why = "it makes masks of its own"
     elif "position_ids" not in inspect.signature(type(model).forward).parameters:
         why = "it takes no position_ids, and would count them anew in each part"
-    elif getattr(config, "reorder_and_upcast_attn", False):
-        why = "its configuration has reorder_and_upcast_attn: set it to False"
-    elif re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) and not hasattr(
-        config, "reorder_and_upcast_attn"
-    ):
-        why = "it does without the attention interface for some implementations"
+    else:
+        try:
+            why = _find_mixer(model, attention)
+        except RuntimeError as error:
+            why = f"whether it looks at other positions outside of attention cannot be told: {error}"
+        if why is None and layers - _LAYERS:
+            why = f"its layers are of kind {min(layers - _LAYERS)!r}"
     if why:
         raise ValueError(f"context={plan.context}: {kind} cannot share a sequence: {why}; or leave out context")
+
+
+def _find_mixer(model: Any, attention: Mapping[str, Any]) -> str | None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_TRIED, attend_alone)
+    configs = _configs(model, _TRIED)
+    for config in configs.values():
+        config._experts_implementation = "eager"  # a loop over experts: grouped products would copy large weights
+    return find_mixer(model, attention, configs)
 
 
 def attention_of(root: nn.Module) -> dict[str, Any]:
     """Return the modules of attention, by name."""
     every = names.named_modules(root)
     return {name: module for name, module in every if hasattr(module, "is_causal") and hasattr(module, "config")}
-
-
-def _source(model: nn.Module) -> str:
-    """Return the source of the file that defines the model's class, "" if there is none."""
-    try:
-        return inspect.getsource(sys.modules[_torch.own_class(model).__module__])
-    except (OSError, TypeError, KeyError):
-        return ""
 
 
 def mask_trial(model: nn.Module) -> MaskTrial:
@@ -174,13 +174,19 @@ def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
     AttentionInterface.register(name, functools.partial(attend, kind))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
     model.__dict__[_TRIAL] = try_masks(model, attention_of(model))
-    old, new = model.config, copy.copy(model.config)
-    new._attn_implementation = name
+    configs = _configs(model, name)
     for module in root.modules():
-        if module.__dict__.get("config") is old:
-            module.__dict__["config"] = new
+        if (config := configs.get(id(module.__dict__.get("config")))) is not None:
+            module.__dict__["config"] = config
     for module in attention_of(model).values():
         module.__dict__[GROUP] = mesh.get_group()
+
+
+def _configs(model: Any, name: str) -> dict[int, Any]:
+    """Return ``id`` of the model's configuration → a copy that calls the attention that is registered by ``name``."""
+    config = copy.copy(model.config)
+    config._attn_implementation = name
+    return {id(model.config): config}
 
 
 def attend(

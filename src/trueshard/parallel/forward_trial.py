@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,10 @@ from trueshard.model import names
 
 LENGTH = 8
 """Tokens of the sequence on which a model is tried: two packed documents of half of them."""
+
+
+Visit = Callable[[nn.Module, torch.Tensor, Any, Any], None]
+"""Function that is called with a block and what its holder gives it: hidden states, further arguments."""
 
 
 @dataclass
@@ -38,6 +42,7 @@ class _Notes:
     calls: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Name of a child beside the blocks → copies of what it was given, in turn."""
     output: Any = None
+    visit: Visit | None = None
 
     def take(self, arguments: Iterable[Any]) -> None:
         """Note positions among the arguments of a child."""
@@ -63,6 +68,8 @@ class _Block(nn.Module):
         masks = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim == 4]
         notes.masks.append(masks[0] if masks else None)
         notes.given.append(hidden)
+        if notes.visit is not None:
+            notes.visit(self.__dict__["_block"], hidden, args, kwargs)
         output = torch.randn(hidden.shape, generator=self.__dict__["_noise"]).to(hidden.dtype)
         notes.returned.append(output.clone())
         return (output,) if self.__dict__["_returns_tuple"] else output
@@ -90,14 +97,34 @@ class _Constant(_Child):
         return torch.ones_like(value)
 
 
-def _run(
-    holder: nn.Module, blocks: str, length: int = LENGTH, *, norm: str = "", seed: int = 0, **inputs: Any
+def run_holder(
+    holder: nn.Module,
+    blocks: str,
+    length: int = LENGTH,
+    *,
+    norm: str = "",
+    seed: int = 0,
+    visit: Visit | None = None,
+    replace: Callable[[nn.Module], nn.Module] | None = None,
+    **inputs: Any,
 ) -> _Notes:
-    """Run the holder's forward once, with children that compute nothing; ``blocks``: its attribute that lists them.
+    """Run the holder's forward once, with children that compute nothing.
+
+    Args:
+        holder: the module that runs the blocks.
+        blocks: its attribute that lists them.
+        length: tokens of the sequence.
+        norm: child that gives the same whatever it is given.
+        seed: of the noise that blocks give.
+        visit: called with each block and what the holder gives it.
+        replace: returns what computes in float32 for a child beside blocks and embeddings; without it such a child
+            gives back what it is given, in the model's dtype.
+        inputs: arguments of the forward.
 
     Raises RuntimeError, with the reason, where it does not run so.
     """
-    dtype = next((p.dtype for p in holder.parameters() if p.is_floating_point()), torch.float32)
+    own = (p.dtype for p in holder.parameters() if p.is_floating_point() and replace is None)
+    dtype = next(own, torch.float32)
     takes_embeddings = "inputs_embeds" in inspect.signature(holder.forward).parameters
     given: dict[str, Any] = dict(inputs)
     ids: tuple[torch.Tensor, ...] = ()
@@ -107,8 +134,8 @@ def _run(
         ids = (torch.zeros(1, length, dtype=torch.int64),)
     why = ""
     for returns_tuple in (False, True):
-        notes, noise = _Notes(), torch.Generator().manual_seed(seed)
-        stand_in = _stand_in(holder, blocks, notes, noise, norm, dtype, returns_tuple)
+        notes, noise = _Notes(visit=visit), torch.Generator().manual_seed(seed)
+        stand_in = _stand_in(holder, blocks, notes, noise, norm, dtype, returns_tuple, replace)
         try:
             notes.output = stand_in(*ids, **given)
         except Exception as reason:  # whatever a forward raises that was given something unexpected
@@ -119,7 +146,7 @@ def _run(
         if all(torch.equal(one, two) for one, two in zip(notes.returned, notes.given[1:], strict=False)):
             return notes
     why = why or "blocks are not given what those before them return"
-    raise RuntimeError(f"its forward does not run on blocks that compute nothing ({why})")
+    raise RuntimeError(f"its forward does not run in a trial ({why})")
 
 
 def _width(holder: Any) -> int:
@@ -139,24 +166,28 @@ def _stand_in(
     norm: str,
     dtype: torch.dtype,
     returns_tuple: bool,
+    replace: Callable[[nn.Module], nn.Module] | None,
 ) -> nn.Module:
     """Return a copy of the holder with other children."""
-    copied = _copy_without_hooks(holder)
+    copied = copy_without_hooks(holder)
     children: dict[str, nn.Module] = {}
     for name, child in holder.named_children():
         if name == blocks:
             stands = (_Block(block, notes, noise, returns_tuple) for block in child.children())
             children[name] = nn.ModuleList(stands)
+        elif replace is not None and not hasattr(child, "embedding_dim"):
+            children[name] = replace(child)
         else:
             children[name] = (_Constant if name == norm else _Child)(name, child, notes, dtype)
     copied.__dict__["_modules"] = children
     return copied
 
 
-def _copy_without_hooks(module: nn.Module) -> nn.Module:
+def copy_without_hooks(module: nn.Module) -> nn.Module:
     """Return a shallow copy, whose calls the user's hooks do not see; the module stays as it is."""
     copied: nn.Module = object.__new__(_torch.own_class(module))
     copied.__dict__.update(module.__dict__)
+    copied.__dict__.pop(_torch.COMPILED_CALL, None)
     copied.__dict__.update({key: OrderedDict() for key in module.__dict__ if key.endswith("_hooks")})
     return copied
 
@@ -184,12 +215,12 @@ def try_masks(model: Any, attention: Iterable[str]) -> MaskTrial:
     """
     with _torch.real_tensors(), torch.no_grad():  # also where the model is simulated
         try:
-            holder, blocks = _list_of(model, attention)
+            holder, blocks = list_of(model, attention)
             packed = torch.arange(LENGTH).remainder(LENGTH // 2).unsqueeze(0)  # (1, length)
-            masks = _run(holder, blocks, position_ids=packed).masks
+            masks = run_holder(holder, blocks, position_ids=packed).masks
             padded = torch.ones(1, LENGTH, dtype=torch.int64)
             padded[:, : LENGTH // 4] = 0
-            counted = _run(holder, blocks, attention_mask=padded).positions
+            counted = run_holder(holder, blocks, attention_mask=padded).positions
         except RuntimeError as error:
             raise ValueError(
                 f"context: whether {_torch.own_class(model).__name__} keeps packed documents apart cannot be told: "
@@ -202,7 +233,7 @@ def try_masks(model: Any, attention: Iterable[str]) -> MaskTrial:
         )
 
 
-def _list_of(model: nn.Module, attention: Iterable[str]) -> tuple[nn.Module, str]:
+def list_of(model: nn.Module, attention: Iterable[str]) -> tuple[nn.Module, str]:
     """Return the module that runs the blocks, and the name of its attribute that lists them."""
     modules, lists = dict(names.named_modules(model)), set()
     for name in attention:
@@ -227,7 +258,7 @@ def _takes_kinds(model: Any, holder: nn.Module, blocks: str) -> bool:
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     masks: Mapping[str, torch.Tensor] = {kind: torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool) for kind in kinds}
     try:
-        given = _run(holder, blocks, attention_mask=masks).masks
+        given = run_holder(holder, blocks, attention_mask=masks).masks
     except RuntimeError:
         return False
     return bool(given) and all(any(mask is known for known in masks.values()) for mask in given)
@@ -261,7 +292,7 @@ def _is_norm_of_tokens(module: nn.Module) -> bool:
     sizes = [parameter.ndim for parameter in module.parameters()]
     if not sizes or max(sizes) != 1:
         return False
-    tried = _copy_without_hooks(module)
+    tried = copy_without_hooks(module)
     for kind in ("_parameters", "_buffers"):
         held = tried.__dict__[kind]
         tried.__dict__[kind] = {key: None if t is None else torch.rand(t.shape).to(t.dtype) for key, t in held.items()}
@@ -280,7 +311,7 @@ def _alone_reads(holder: nn.Module, blocks: str, norm: str) -> bool:
     count = sum(1 for _ in holder.get_submodule(blocks).children())
     try:
         for length in (1, LENGTH):
-            one, two = (_run(holder, blocks, length, norm=norm, seed=seed) for seed in (0, 1))
+            one, two = (run_holder(holder, blocks, length, norm=norm, seed=seed) for seed in (0, 1))
             for notes in (one, two):
                 calls = notes.calls.get(norm, [])
                 if len(notes.returned) != count or [torch.equal(call, notes.returned[-1]) for call in calls] != [True]:

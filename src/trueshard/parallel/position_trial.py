@@ -1,0 +1,250 @@
+"""Ask the blocks of a model by trial whether anything in them but attention looks at other positions.
+
+The holder of the blocks runs its own forward (``forward_trial``); where it calls a block that is the first of its kind,
+a copy with random weights runs on random hidden states twice, and the second time one token differs. Attention is
+replaced by a function that reads its own position alone, so no module of the copy may give something else for another
+token: a convolution or a recurrence does, and so does attention that does not go through the replaced function.
+
+Random weights fill branches that begin at zero. They are views of little memory, and a large matrix is replaced by a
+cheap mixture of features, so that a trial takes milliseconds at any size, also where weights are on the meta device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trueshard import _torch
+from trueshard.model import names
+from trueshard.parallel.forward_trial import copy_without_hooks, list_of, run_holder
+
+LENGTH = 11
+"""Tokens of the sequence on which a block is tried: a prime, by which the dimension of positions is recognised."""
+_PLACE = 5
+"""Position of the token that differs."""
+_LARGE = 1 << 20
+"""Elements from which on a weight has less memory than elements."""
+CALLS = "_trueshard_trial_calls"
+"""Attribute of the modules of attention in a copy: what ``attend_alone`` notes."""
+
+Reading = tuple[str, list[torch.Tensor]]
+"""A module's name, and copies of the tensors that it returned."""
+
+
+def find_mixer(model: nn.Module, attention: Mapping[str, nn.Module], configs: Mapping[int, Any]) -> str | None:
+    """Return why the blocks of ``model`` look at other positions beside attention; None: they do not.
+
+    Args:
+        model: a language model.
+        attention: its modules of attention, by name; they lie in one list of blocks.
+        configs: ``id`` of a configuration of its modules → the one that copies have, with which each module of
+            attention calls ``attend_alone``.
+
+    Raises:
+        RuntimeError: it cannot be told; says why.
+    """
+    trial = _Trial({id(module): name for name, module in names.named_modules(model)}, attention, configs)
+    with _torch.real_tensors(), torch.no_grad():  # also where the model is simulated
+        holder, blocks = list_of(model, attention)
+        run_holder(holder, blocks, LENGTH, visit=trial.visit, replace=trial.replace)
+    return trial.why
+
+
+def attend_alone(
+    module: Any,
+    query: torch.Tensor,  # (1, heads, LENGTH, head size)
+    key: torch.Tensor,  # (1, key-value heads, LENGTH, head size)
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return something like attention that reads each token by itself: (1, LENGTH, heads, head size of values)."""
+    module.__dict__[CALLS].append([t.clone() for t in _torch.tensors_in([args, kwargs])])
+    heads = query.shape[1]
+    key, value = (t.repeat_interleave(math.ceil(heads / t.shape[1]), 1)[:, :heads] for t in (key, value))
+    scores = torch.tanh(query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+    return (value * (1 + scores)).transpose(1, 2).contiguous(), None
+
+
+class _Trial:
+    """Trial of one model; ``why``: what was seen first that looks at other positions."""
+
+    def __init__(
+        self, module_names: Mapping[int, str], attention: Mapping[str, nn.Module], configs: Mapping[int, Any]
+    ) -> None:
+        self.module_names, self.configs = module_names, configs
+        self.attention = {id(module) for module in attention.values()}
+        self.kinds: set[Any] = set()
+        self.noise = torch.Generator().manual_seed(0)
+        self.why: str | None = None
+
+    def visit(self, block: nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Try a block that its holder calls with these arguments, if none of its kind was tried."""
+        kind = _kind(names.unwrap(block))
+        if kind not in self.kinds and not self.why:
+            self.kinds.add(kind)
+            self._try(block, hidden, args, kwargs)
+
+    def replace(self, child: nn.Module) -> nn.Module:
+        """Return a copy of a child beside the blocks that is tried when it is called."""
+        return _Child(self, child)
+
+    def _try(self, module: nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
+        calls: dict[str, list[Any]] = {}
+        copied = self.copy(names.unwrap(module), calls)
+        tokens = torch.randn(hidden.shape, generator=self.noise)
+        other = tokens.clone()
+        other[:, _PLACE] = torch.randn(hidden.shape[-1], generator=self.noise)
+        readings: list[list[Reading]] = []
+        arguments = []
+        for values in (tokens, other):
+            reading = _read_modules(copied, self.module_names.get(id(module), ""))
+            with _CheapMatrices():
+                copied(values, *args, **kwargs)
+            readings.append(reading.results)
+            reading.remove()
+            arguments.append({name: list(noted) for name, noted in calls.items()})
+            for noted in calls.values():
+                noted.clear()
+        self.why = self._compare(readings, arguments)
+
+    def copy(self, module: nn.Module, calls: dict[str, list[Any]] | None = None) -> nn.Module:
+        """Return a copy with random weights, its own buffers, and the configurations of the trial."""
+        copied = copy_without_hooks(module)
+        state = copied.__dict__
+        state["training"] = False
+        state["_parameters"] = {
+            key: None if p is None else nn.Parameter(_random(p, self.noise), requires_grad=False)
+            for key, p in _torch.own_parameters(module).items()
+        }
+        state["_buffers"] = {
+            key: None if b is None else _real(b, self.noise) for key, b in _torch.own_buffers(module).items()
+        }
+        state["_modules"] = {
+            key: None if child is None else self.copy(names.unwrap(child), calls)
+            for key, child in _torch.own_modules(module).items()
+        }
+        for key, value in list(state.items()):
+            if id(value) in self.configs:
+                state[key] = self.configs[id(value)]
+            elif isinstance(value, types.MethodType) and value.__self__ is module:
+                state[key] = types.MethodType(value.__func__, copied)
+        if calls is not None and id(module) in self.attention:
+            state[CALLS] = calls.setdefault(self.module_names[id(module)], [])
+        return copied
+
+    def _compare(self, readings: list[list[Reading]], arguments: list[dict[str, list[Any]]]) -> str | None:
+        """Return what gave something else for a token that did not change, innermost and first."""
+        for name, calls in arguments[0].items():
+            if len(calls) != 1:
+                return f"the attention of {name!r} does not go through transformers' attention interface"
+            if not _same(calls[0], arguments[1][name][0]):
+                return f"the attention of {name!r} is given what it computes from other positions"
+        for (name, one), (_, two) in zip(*readings, strict=False):
+            if not all(map(_same_elsewhere, one, two)):
+                return f"it looks at other positions outside of attention, as {name!r} shows"
+        if not any(LENGTH in tensor.shape for tensor in readings[0][-1][1]):
+            raise RuntimeError(f"what {readings[0][-1][0]!r} returns has no positions")
+        return None
+
+
+class _Child(nn.Module):
+    """Copy of a child of the holder, tried on the first hidden states that it is given."""
+
+    def __init__(self, trial: _Trial, child: nn.Module) -> None:
+        super().__init__()
+        self.trial, self.is_tried = trial, False
+        self.__dict__["child"], self.copied = child, trial.copy(names.unwrap(child))
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "copied" else getattr(self.__dict__["child"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() and not self.is_tried:
+            self.is_tried = True
+            if args[0].shape[:2] == (1, LENGTH) and not self.trial.why:
+                self.trial._try(self.__dict__["child"], args[0], args[1:], kwargs)
+        with _CheapMatrices():
+            return self.copied(*args, **kwargs)
+
+
+class _read_modules:
+    """Note what each module of a copy returns, inner ones first, until ``remove()``."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.results: list[Reading] = []
+        self._handles = [
+            child.register_forward_hook(functools.partial(self._note, f"{name}.{key}" if key else name))
+            for key, child in module.named_modules()
+        ]
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.results.append((name, [tensor.clone() for tensor in _torch.tensors_in(output)]))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(map(torch.equal, one, two))
+
+
+def _same_elsewhere(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True if two results are equal but for the token that differs, or hold no positions: tokens of one expert."""
+    dims = [dim for dim, size in enumerate(one.shape) if size == LENGTH]
+    if one.shape != two.shape or not dims:
+        return True
+    others = torch.tensor([place for place in range(LENGTH) if place != _PLACE])
+    pairs = ((t.index_select(dim, others).double() for t in (one, two)) for dim in dims)
+    return any(torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True) for first, second in pairs)
+
+
+def _real(buffer: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    """Return a buffer on the CPU, in float32 where it has floats; of one without memory random numbers."""
+    if type(buffer) is not torch.Tensor or buffer.is_meta:  # a fake tensor has a class of its own
+        return _random(buffer, noise)
+    return buffer.cpu().float() if buffer.is_floating_point() else buffer.cpu()
+
+
+def _random(tensor: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    """Return random numbers of the shape of ``tensor``, in float32 where it has floats; large ones share memory."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    scale = 1.0 if tensor.ndim < 2 else tensor.shape[-1] ** -0.5
+    if tensor.numel() < _LARGE:
+        return torch.rand(tensor.shape, generator=noise).sub_(0.4 if tensor.ndim > 1 else -0.5).mul_(scale)
+    # Row i begins 7 elements after row i - 1, a matrix 13 after the one before: no two rows are equal.
+    strides = (13,) * (tensor.ndim - 2) + (7, 1) if tensor.ndim > 1 else (1,)
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
+    return torch.rand(size, generator=noise).sub_(0.4).mul_(scale).as_strided(tensor.shape, strides)
+
+
+class _CheapMatrices(TorchFunctionMode):
+    """Multiply by large matrices at the cost of a sum: all features of a token are mixed, and no others."""
+
+    def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and len(args) > 1 and args[1].numel() >= _LARGE:
+            inputs, (rows, columns) = args[0], args[1].shape
+            features = torch.arange(rows).remainder(columns)
+            return inputs[..., features] + inputs.sum(-1, keepdim=True) / columns**0.5
+        return function(*args, **(kwargs or {}))
+
+
+def _kind(block: nn.Module) -> Any:
+    """Return what blocks that compute alike have in common: modules, shapes, settings, functions of their own."""
+    plain = (bool, int, float, str, types.FunctionType, types.MethodType, functools.partial)
+    kind = set()
+    for name, module in block.named_modules():
+        settings = ((k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, plain))
+        shapes = ((key, None if p is None else p.shape) for key, p in _torch.own_parameters(module).items())
+        kind.add((name, _torch.own_class(module), frozenset(s for s in settings if s[0] != "layer_idx"), *shapes))
+    return frozenset(kind)
