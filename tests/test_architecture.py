@@ -122,7 +122,7 @@ OF_OTHERS = {
     "_name_or_path",
     "_no_split_modules",
 }
-OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_is_stateful"}
+OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_experts_implementation"}
 OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY"}
 
 #: A name that torch keeps on modules or tensors is torch's even where a class of ours has one of the same name.
