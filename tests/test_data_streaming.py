@@ -15,8 +15,7 @@ from messages import naming
 from trueshard.errors import UserError
 from trueshard.train.data.batches import IGNORED, Stream
 from trueshard.train.data.loader import Loader
-from trueshard.train.data.prepared import Prepared, prepare
-from trueshard.train.data.streams import BUFFER, shuffled
+from trueshard.train.data.prepared import BUFFER, Prepared, prepare, shuffled
 
 
 def streamed(root: Path, settings: dict[str, Any], **sections: Any) -> Prepared:

@@ -299,5 +299,5 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]
 
 
-def test_every_value_of_data_format_has_a_line_in_the_table() -> None:
+def test_every_value_of_data_format_has_a_class_in_the_table() -> None:
     assert get_args(DataSection.model_fields["format"].annotation) == tuple(FORMATS)

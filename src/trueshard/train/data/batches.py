@@ -34,8 +34,7 @@ Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Sample]], Batch]
 Ids = npt.NDArray[Any]
 
-IGNORED = -100
-"""Target of a position without loss."""
+IGNORED = -100  # target of a position without loss
 
 
 @runtime_checkable
@@ -62,10 +61,8 @@ class Stream(Protocol):
 class Document:
     """Consecutive tokens, and which of them are targets."""
 
-    ids: Ids
-    """Integers [tokens]."""
-    counted: npt.NDArray[np.bool_]
-    """[tokens]: True for targets. The first entry has no effect: nothing precedes it."""
+    ids: Ids  # integers [tokens]
+    counted: npt.NDArray[np.bool_]  # [tokens]: True for targets; the first has no effect, as nothing precedes it
 
     def sample(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return ``input_ids`` and ``targets``, [tokens - 1]."""
@@ -73,17 +70,21 @@ class Document:
         return {"input_ids": ids[:-1], "targets": np.where(self.counted[1:], ids[1:], IGNORED)}
 
 
-def whole(ids: Ids) -> Document:
+Documents = tuple[Document, ...]
+"""The documents of a record: none if it has nothing to learn."""
+
+
+def all_targets(ids: Ids) -> Document:
     """Return a document whose tokens are all targets."""
     return Document(ids, np.ones(len(ids), dtype=np.bool_))
 
 
 def json_document(value: Any) -> Document:
     """Return a document of the bytes of a JSON value, for records that become tokens with their batch."""
-    return whole(np.frombuffer(json.dumps(value).encode(), dtype=np.uint8))
+    return all_targets(np.frombuffer(json.dumps(value).encode(), dtype=np.uint8))
 
 
-def truncate(documents: Sequence[Document], length: int) -> tuple[Document, ...]:
+def truncate(documents: Documents, length: int) -> Documents:
     """Cut the documents of a record to sequences of ``length`` inputs; return () if one has no target left."""
     short = [Document(document.ids[: length + 1], document.counted[: length + 1]) for document in documents]
     return tuple(short) if all(document.counted[1:].any() for document in short) else ()
@@ -116,16 +117,10 @@ def pad_ends(pad_id: int, samples: Sequence[Sample]) -> Batch:
     }
 
 
-def pad_pairs(pad_id: int, samples: Sequence[Sample]) -> Batch:
-    """Pad pairs to [2 × pairs, length]: the ``chosen`` sides, then the ``rejected`` ones in the same order."""
-    return pad_ends(pad_id, [sample[side] for side in ("chosen", "rejected") for sample in samples])
-
-
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Distribute documents of ``lengths`` inputs, 1 to ``room`` each, over sequences of ``room`` inputs.
 
-    Returns:
-        Document numbers of each sequence, ascending; each document once.
+    Returns the numbers of the documents of each sequence, ascending; each document once.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     sequences: list[list[int]] = []
@@ -143,7 +138,7 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
         members.append(number)
         by_room[left - size].append(members)
         has_any[left - size] = True
-    return [sorted(each) for each in sequences]
+    return [sorted(members) for members in sequences]
 
 
 def packed(documents: Sequence[Document], length: int, pad: int) -> dict[str, npt.NDArray[np.int64]]:

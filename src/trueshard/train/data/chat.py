@@ -15,17 +15,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError, explained
-from trueshard.model import names
-from trueshard.train.data.batches import Document, packed, pad_ends, stack
-from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
+from trueshard.text import nearest
+from trueshard.train.data.batches import Document
 from trueshard.train.data.sources import Fields, Record
 
 Message = dict[str, Any]
@@ -44,10 +41,9 @@ def conversation(fields: Fields, where: str) -> list[Message]:
     for key, role, content in FORMS:
         if fields.get(key) is not None:
             return messages(fields[key], f"{where}: {key}", role, content)
-    raise UserError(
-        f'{where}: wanted a list under "messages" (or "conversations"), found keys {sorted(fields)}; correct it.'
-        f"{''.join(names.nearest(key, ['messages', 'conversations'], 1) for key in list(fields)[:1])}".removesuffix(".")
-    )
+    near = nearest(next(iter(fields), ""), ["messages", "conversations"], 1)
+    wanted = 'wanted a list under "messages" (or "conversations")'
+    raise UserError(f"{where}: {wanted}, found keys {sorted(fields)}; correct it.{near}".removesuffix("."))
 
 
 def messages(value: Any, where: str, role: str = "role", content: str = "content") -> list[Message]:
@@ -78,6 +74,11 @@ def flat(turns: list[Message], where: str) -> list[Message]:
     return [{**message, "content": "".join(texts([message]))} for message in turns]
 
 
+def spoken(record: Record) -> list[Message]:
+    """Return the messages of a record, each content one string."""
+    return flat(conversation(record.fields, record.where), record.where)
+
+
 def _message(entry: Any, where: str, role: str, content: str) -> Message:
     if not isinstance(entry, dict):
         raise UserError(f"{where} is a {type(entry).__name__}, wanted an object with {role!r} and {content!r}")
@@ -88,7 +89,7 @@ def _message(entry: Any, where: str, role: str, content: str) -> Message:
     name = ROLES.get(word.lower(), word.lower())
     if name not in KNOWN:
         wanted = ", ".join(KNOWN)
-        raise UserError(f"{where}: unknown role {word!r}, wanted one of {wanted}.{names.nearest(word, KNOWN, 1)}")
+        raise UserError(f"{where}: unknown role {word!r}, wanted one of {wanted}.{nearest(word, KNOWN, 1)}")
     value = entry.get(content)
     if value is None and "tool_calls" in entry:
         value = ""
@@ -209,31 +210,3 @@ def _inside(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArra
     for first, last in spans:
         inside |= (begins >= first) & (begins < last) & (ends > begins)
     return inside
-
-
-def encode_chats(template: ChatTemplate, records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
-    """Return one document a record."""
-    rendered = [template.render(spoken(record), record.where, record.fields.get("tools")) for record in records]
-    return [(document,) for document in template.documents(rendered)]
-
-
-def spoken(record: Record) -> list[Message]:
-    """Return the messages of a record, each content one string."""
-    return flat(conversation(record.fields, record.where), record.where)
-
-
-def open_chat(inputs: FormatInputs) -> Format:
-    """Return the format with a run's tokenizer."""
-    section, pad = inputs.section, inputs.pad
-    encode = partial(encode_chats, ChatTemplate(inputs.tokenizer, section.answers_only))
-    if not section.packing:
-        return Format("single", encode, single, partial(pad_ends, pad), inputs.vocabulary)
-    return Format("packed", encode, partial(packed, length=inputs.length, pad=pad), stack, inputs.vocabulary)
-
-
-CHAT = DataFormat(
-    noun="conversations",
-    layout=lambda section: "packed" if section.packing else "single",
-    open=open_chat,
-    texts=lambda section, record: texts(spoken(record)),
-)

@@ -1,30 +1,324 @@
-"""The table of the formats of data: a file each, and a line here."""
+"""The formats of data: how records become documents, and documents samples and batches. A class each.
+
+- "text": documents, each followed by an end-of-text token, joined and cut into sequences without padding. The last
+  target of a sequence is the first input of the next.
+- "chat": conversations through a chat template.
+- "preference": two documents a record that begin with the same prompt; the answers are the targets. `prompt`, `chosen`
+  and `rejected` are strings, joined as they are, or lists of messages, which go through the chat template. Without
+  `prompt`, it is the messages that both conversations share.
+- "vision": conversations with images. "prompt": a string or messages, with all fields of their record for the reward.
+  Both are kept as JSON that becomes tokens with each batch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
+import numpy as np
+
+from trueshard.errors import UserError
+from trueshard.text import nearest
 from trueshard.train.config import DataSection
-from trueshard.train.data.chat import CHAT
-from trueshard.train.data.data_format import DataFormat, Format, FormatInputs
-from trueshard.train.data.preference import PREFERENCE
-from trueshard.train.data.prompts import PROMPT
-from trueshard.train.data.text import TEXT
+from trueshard.train.data import chat
+from trueshard.train.data.batches import (
+    Batch,
+    Document,
+    Documents,
+    Sample,
+    all_targets,
+    json_document,
+    packed,
+    pad_ends,
+    stack,
+)
+from trueshard.train.data.sources import DataSource, Fields, Record
 from trueshard.train.data.tokenizer import pad_token
-from trueshard.train.data.vision import VISION
+from trueshard.train.data.vision import VisionCollate, store_images, vision_messages
 
-FORMATS: dict[str, DataFormat] = {
-    "text": TEXT,
-    "chat": CHAT,
-    "preference": PREFERENCE,
-    "vision": VISION,
-    "prompt": PROMPT,
+Layout = Literal["joined", "packed", "single", "kept"]
+"""joined: documents follow each other without a gap, and are cut into sequences on reading. packed: several documents
+share a sequence. single: a sample is one record. kept: the same, as JSON that becomes tokens with its batch."""
+Item = TypeVar("Item")
+
+RECORDS_AT_ONCE = 256
+"""Records that are tokenised together: a fast tokenizer spreads one call over threads."""
+PAIR = ("prompt", "chosen", "rejected")
+
+
+class Format:
+    """A format with the tokenizer and the settings of a run; ``length``: maximum tokens of a sequence or a prompt."""
+
+    noun: ClassVar[str]  # name of such data, in messages
+    rows: ClassVar[int] = 1  # rows of a batch that a record becomes
+
+    def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
+        self.section, self.length, self.tokenizer, self.processor = section, length, tokenizer, processor
+        self.layout = self.layout_of(section)
+        self.cut = self.layout in ("packed", "single")  # long documents are cut, and only some tokens are targets
+        # Number of token ids; None: documents are bytes of JSON.
+        self.vocabulary = None if self.layout == "kept" else 1 + max(tokenizer.get_vocab().values())
+
+    @classmethod
+    def layout_of(cls, section: DataSection) -> Layout:
+        """Return the layout, known before a tokenizer is, so that a forecast can make batches of the same form."""
+        return "single"
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        """Yield the texts of a record, to train a tokenizer on."""
+        raise NotImplementedError
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        """Return the documents of each record; ``folder``: for files beside them. `UserError` names a wrong record."""
+        raise NotImplementedError
+
+    def sample(self, documents: Documents) -> Sample:
+        """Return the sample of a sequence's documents; for the layouts "packed" and "single"."""
+        (document,) = documents
+        return document.sample()
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return the batch of some samples."""
+        return stack(samples)
+
+    def documents(self, source: DataSource, folder: Path) -> Iterator[tuple[Record, Documents]]:
+        """Iterate over the records of a source and the documents of each, before any is cut."""
+        for group in batched(source.records(), RECORDS_AT_ONCE):
+            yield from zip(group, self.encode(group, folder), strict=True)
+
+    @cached_property
+    def template(self) -> chat.ChatTemplate:
+        """The tokenizer's chat template."""
+        return chat.ChatTemplate(self.tokenizer, answers_only=True)
+
+
+class TextFormat(Format):
+    noun = "text"
+
+    @classmethod
+    def layout_of(cls, section: DataSection) -> Layout:
+        return "joined"
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        yield _plain_text(section.field, record)
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        """Return one document a record, or none for blank text."""
+        texts = [_plain_text(self.section.field, record) for record in records]
+        written = [text for text in texts if text.strip()]
+        encoded = iter(self.tokenizer(written, add_special_tokens=False)["input_ids"] if written else [])
+        end = self.tokenizer.eos_token_id
+        return [(all_targets(np.array([*next(encoded), end])),) if text.strip() else () for text in texts]
+
+
+class ChatFormat(Format):
+    noun = "conversations"
+
+    @classmethod
+    def layout_of(cls, section: DataSection) -> Layout:
+        return "packed" if section.packing else "single"
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        return chat.texts(chat.spoken(record))
+
+    @cached_property
+    def template(self) -> chat.ChatTemplate:
+        return chat.ChatTemplate(self.tokenizer, self.section.answers_only)
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        rendered = [
+            self.template.render(chat.spoken(record), record.where, record.fields.get("tools")) for record in records
+        ]
+        return [(document,) for document in self.template.documents(rendered)]
+
+    def sample(self, documents: Documents) -> Sample:
+        if self.layout == "packed":
+            return packed(documents, self.length, pad_token(self.tokenizer))
+        return super().sample(documents)
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        return stack(samples) if self.layout == "packed" else pad_ends(pad_token(self.tokenizer), samples)
+
+
+class PreferenceFormat(Format):
+    noun = "preferences"
+    rows = 2
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        for part in _pair(record.fields, record.where):
+            yield from [part] if isinstance(part, str) else chat.texts(part)
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        """Return two documents a record: the chosen and the rejected one."""
+        return [self._encode(record) for record in records]
+
+    def _encode(self, record: Record) -> Documents:
+        prompt, *answers = _pair(record.fields, record.where)
+        if isinstance(prompt, str):
+            return tuple(self._answered(prompt, answer) for answer in answers)
+        tools, context = record.fields.get("tools"), len(prompt)
+        rendered = [
+            self.template.render([*prompt, *answer], f"{record.where}: {key}", tools, context)
+            for key, answer in zip(PAIR[1:], answers, strict=True)
+        ]
+        return tuple(self.template.documents(rendered))
+
+    def _answered(self, prompt: str, answer: str) -> Document:
+        question, reply = self.tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+        ids = np.array([*question, *reply, self.tokenizer.eos_token_id])
+        return Document(ids, np.arange(len(ids)) >= len(question))
+
+    def sample(self, documents: Documents) -> Sample:
+        return {side: document.sample() for side, document in zip(PAIR[1:], documents, strict=True)}
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return [2 × pairs, length]: the ``chosen`` sides, then the ``rejected`` ones in the same order."""
+        return pad_ends(pad_token(self.tokenizer), [sample[side] for side in PAIR[1:] for sample in samples])
+
+
+class VisionFormat(Format):
+    noun = "conversations with images"
+
+    def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
+        super().__init__(section, length, tokenizer, processor)
+        self._collate = VisionCollate(processor, length, section.answers_only)
+
+    @classmethod
+    def layout_of(cls, section: DataSection) -> Layout:
+        return "kept"
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        return chat.texts(vision_messages(record))
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
+        conversations = [vision_messages(record) for record in records]
+        store_images(conversations, folder)
+        return [(json_document(messages),) for messages in conversations]
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        return self._collate(samples)
+
+
+class PromptFormat(Format):
+    noun = "prompts"
+
+    @classmethod
+    def layout_of(cls, section: DataSection) -> Layout:
+        return "kept"
+
+    @classmethod
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+        prompt = _prompt(record)
+        yield from [prompt] if isinstance(prompt, str) else chat.texts(prompt)
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        """Return one document a record, the prompt and all fields as JSON; none for a prompt that is too long.
+
+        Images held as bytes go to `images/` in ``folder``; what else JSON cannot hold is left out of the fields.
+        """
+        return [self._encode(record, folder) for record in records]
+
+    def _encode(self, record: Record, folder: Path) -> Documents:
+        if self.section.images:
+            value = record.fields.get("prompt")
+            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+            prompt: Any = vision_messages(Record({**record.fields, "messages": messages}, *record[1:]))
+            store_images([prompt], folder)
+        else:
+            prompt, tools = _prompt(record), record.fields.get("tools")
+            text = prompt if isinstance(prompt, str) else self.template.prompt(prompt, record.where, tools)
+            if len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) > self.length:
+                return ()
+        return (json_document({"prompt": prompt, "record": _json_values({**record.fields, "prompt": prompt})}),)
+
+
+FORMATS: dict[str, type[Format]] = {
+    "text": TextFormat,
+    "chat": ChatFormat,
+    "preference": PreferenceFormat,
+    "vision": VisionFormat,
+    "prompt": PromptFormat,
 }
 """Value of `data.format` → format; the values stand in `DataSection` too."""
 
 
-def format_of(section: DataSection, length: int, tokenizer: Any, processor: Any) -> Format:
-    """Return the format of `[data]`, for sequences or prompts of ``length`` tokens. ``processor``: for images."""
-    vocabulary = 1 + max(tokenizer.get_vocab().values())
-    inputs = FormatInputs(section, length, tokenizer, processor, pad_token(tokenizer), vocabulary)
-    return FORMATS[section.format].open(inputs)
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield consecutive items, ``size`` at a time."""
+    remaining = iter(items)
+    while group := list(islice(remaining, size)):
+        yield group
+
+
+# Fields of records
+
+
+def _plain_text(field: str, record: Record) -> str:
+    """Return the text of a record. Raises `UserError` that names what is there instead."""
+    fields, value = record.fields, record.fields.get(field)
+    if isinstance(value, str):
+        return value
+    state = f"{type(value).__name__} under it" if field in fields else f"keys {sorted(fields)}"
+    near = "" if field in fields else f".{nearest(field, fields)}".removesuffix(".")
+    raise UserError(
+        f"{record.where}: wanted an object with a string under {field!r}, found {state}; correct it, or set "
+        f"data.field{near}"
+    )
+
+
+def _lacking(key: str, problem: str, fields: Fields, where: str) -> UserError:
+    near = nearest(key, fields, 1)
+    return UserError(f"{where}: {problem}, found keys {sorted(fields)}; correct it.{near}".removesuffix("."))
+
+
+def _pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected: all strings, or all lists of messages. Raises `UserError` otherwise."""
+    prompt, chosen, rejected = values = tuple(fields.get(key) for key in PAIR)
+    for key in PAIR[1:]:
+        if fields.get(key) is None:
+            raise _lacking(key, f"has no {key!r}", fields, where)
+    if chosen == rejected:
+        raise UserError(
+            f"{where}: chosen and rejected are the same, so nothing is preferred; correct it, or leave it out"
+        )
+    strings = [isinstance(value, str) for value in values]
+    if all(strings):
+        return prompt, chosen, rejected
+    if any(strings):
+        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(PAIR, values, strict=True))
+        raise UserError(f"{where}: wanted three strings, or lists of messages, found {kinds}; correct it")
+    first, second = (chat.flat(chat.messages(fields[key], f"{where}: {key}"), where) for key in PAIR[1:])
+    if prompt is not None:
+        return chat.flat(chat.messages(prompt, f"{where}: prompt"), where), first, second
+    shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False)))
+    if not shared:
+        raise UserError(f"{where}: has no 'prompt', and chosen and rejected begin differently; add it")
+    return first[:shared], first[shared:], second[shared:]
+
+
+def _prompt(record: Record) -> str | list[chat.Message]:
+    value, where = record.fields.get("prompt"), record.where
+    if value is None:
+        raise _lacking("prompt", "has no 'prompt'", record.fields, where)
+    if not isinstance(value, str):
+        return chat.flat(chat.messages(value, f"{where}: prompt"), where)
+    if not value.strip():
+        raise _lacking("prompt", "has an empty 'prompt'", record.fields, where)
+    return value
+
+
+def _json_values(value: Any) -> Any:
+    """Return what JSON can hold of a value; None in place of anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_values(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool)) else None

@@ -12,7 +12,7 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,10 +22,8 @@ from trueshard.errors import UserError
 from trueshard.train.data.batches import Batch, Collate, Mixture, Sample, Samples, Stream
 
 Item = TypeVar("Item")
-Origins = Callable[[], list[str]]
-"""Returns the origins of samples; called only for an error message."""
-Fetch = Callable[[int, int], tuple[Sequence[Sample], Origins]]
-"""(first, count) → the global samples from ``first`` on. ``first`` never decreases."""
+Fetch = Callable[[int, int], list[tuple[Sample, str]]]
+"""(first, count) → the global samples from ``first`` on, which never decreases, and the origins of a stream's."""
 
 PATIENCE = 2.0
 """Seconds to wait for the thread when closing; a slower one ends by itself after its item."""
@@ -47,8 +45,7 @@ class Prefetcher(Generic[Item]):
         stopped = threading.Event()
         arguments = (items, self._queue, stopped, device)
         thread = threading.Thread(target=_fill, args=arguments, name="trueshard-prefetch", daemon=True)
-        self.close = weakref.finalize(self, _stop, self._queue, stopped, thread)
-        """End the thread; may be called twice."""
+        self.close = weakref.finalize(self, _stop, self._queue, stopped, thread)  # may be called twice
         thread.start()
 
     def __iter__(self) -> Prefetcher[Item]:
@@ -109,14 +106,17 @@ class Loader:
             raise ValueError(f"batch_size is {batch_size}; it is a multiple of {ranks} ranks × accumulate {accumulate}")
         if isinstance(samples, Samples) and not len(samples):
             raise ValueError("there are no samples; a loader needs at least one")
-        self._data, self._collate, self._seed = samples, collate, seed
+        if isinstance(samples, Samples) and not isinstance(samples, Mixture):
+            samples = Mixture([samples], [1])
+        self._data: Any = samples
+        self._collate, self._seed = collate, seed
         self._batch_size, self._accumulate, self._rank = batch_size, accumulate, rank
         self._own = batch_size // (ranks * accumulate)
         self._prefetch, self._device = prefetch, device
         self._first = 0  # first global sample of the current step
         self._taken = 0  # microbatches given in the current step
-        self._origins: list[Origins] = []
-        self._made: Iterator[tuple[Batch, Origins]] | None = None
+        self._origins: list[str] = []  # of a stream's samples in the current step
+        self._made: Iterator[tuple[Batch, list[str]]] | None = None
 
     def __iter__(self) -> Loader:
         return self
@@ -128,7 +128,7 @@ class Loader:
         if self._taken == self._accumulate:
             self._first, self._taken, self._origins = self._first + self._batch_size, 0, []
         self._taken += 1
-        self._origins.append(origins)
+        self._origins += origins
         return batch
 
     def close(self) -> None:
@@ -149,17 +149,15 @@ class Loader:
     def describe_last(self, microbatches: int) -> str:
         """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
         last = self._first + self._batch_size - 1
-        if isinstance(self._data, Samples):
-            _, places = _fetcher(self._data, self._seed)(self._first, self._batch_size)
-            origins, owner = places(), ""
-        else:
-            origins = [place for last_origins in self._origins[-microbatches:] for place in last_origins()]
-            owner = "of this rank: "
+        origins, owner = self._origins[-microbatches * self._own :], "of this rank: "
+        if isinstance(self._data, Mixture):
+            indices = self._data.order(self._seed).indices(self._first, self._batch_size).tolist()
+            origins, owner = [self._data.where(index) for index in indices], ""
         shown = "; ".join(dict.fromkeys(origins[:SHOWN]))
         more = f"; and {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""
         return f"samples {self._first} to {last} ({owner}{shown}{more})"
 
-    def _begin(self) -> Iterator[tuple[Batch, Origins]]:
+    def _begin(self) -> Iterator[tuple[Batch, list[str]]]:
         # Nothing here may refer to self: the thread would keep this loader alive.
         own, steps = self._own, itertools.count(self._first, self._batch_size)
         offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
@@ -187,30 +185,26 @@ class EvaluationLoader:
         device: torch.device | None = None,
     ) -> None:
         count = len(samples) if limit is None else min(limit, len(samples))
-        if count < ranks:
-            raise UserError(
-                f"[evaluation] has {count} samples for {ranks} ranks; raise evaluation.fraction or evaluation.samples, "
-                "or use fewer ranks"
-            )
-        self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
         unit = batch_size if whole else 1
         units = -(-count // unit)
         if units < ranks:
+            noun = f"microbatches of {unit} samples" if whole else "samples"
             raise UserError(
-                f"[evaluation] has {units} microbatches of {unit} samples for {ranks} ranks; raise evaluation.fraction "
-                "or evaluation.samples, or lower train.microbatch"
+                f"[evaluation] has {units} {noun} for {ranks} ranks; raise evaluation.fraction or evaluation.samples, "
+                f"{'lower train.microbatch, ' if whole else ''}or use fewer ranks"
             )
+        self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
         self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[Batch]:
-        def fetch(first: int, count: int) -> tuple[Sequence[Sample], Origins]:
-            return [self._samples[index] for index in range(first, first + count)], list
-
         firsts = range(self._first, self._last, self._batch_size)
         ranges = ((first, min(self._batch_size, self._last - first)) for first in firsts)
-        made = _microbatches(fetch, self._collate, ranges, self._device)
+        made = _microbatches(self._fetch, self._collate, ranges, self._device)
         with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
             yield from (batch for batch, _ in ready)
+
+    def _fetch(self, first: int, count: int) -> list[tuple[Sample, str]]:
+        return [(self._samples[index], "") for index in range(first, first + count)]
 
 
 class EndlessLoader:
@@ -225,8 +219,7 @@ class EndlessLoader:
         self._iterator: Iterator[Any] | None = None
         self._begun = self._random_states()
         self.passes = 0
-        self.in_pass = 0
-        """Microbatches taken since the loader was begun."""
+        self.in_pass = 0  # microbatches taken since the loader was begun
 
     def __next__(self) -> Any:
         for _ in range(2):
@@ -286,9 +279,7 @@ class EndlessLoader:
         batches = getattr(self._loader, "batch_sampler", None)
         owners = (self._loader, getattr(self._loader, "sampler", None), batches, getattr(batches, "sampler", None))
         generators = [getattr(owner, "generator", None) for owner in owners]
-        return list(
-            {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values()
-        )
+        return list(dict.fromkeys(generator for generator in generators if isinstance(generator, torch.Generator)))
 
     def _random_states(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(generator.get_state() for generator in self._generators())]
@@ -299,32 +290,26 @@ class EndlessLoader:
 
 def _microbatches(
     fetch: Fetch, collate: Collate, ranges: Iterator[tuple[int, int]], device: torch.device | None
-) -> Iterator[tuple[Batch, Origins]]:
+) -> Iterator[tuple[Batch, list[str]]]:
     """Yield the microbatch of each (first sample, count), and the origins of its samples."""
     for first, count in ranges:
-        samples, places = fetch(first, count)
-        batch = collate(samples)
+        taken = fetch(first, count)
+        batch = collate([sample for sample, _ in taken])
         if device is not None and device.type == "cuda":
             batch = {key: value.pin_memory() for key, value in batch.items()}
-        yield batch, places
+        yield batch, [origin for _, origin in taken]
 
 
-def _fetcher(data: Samples | Stream, seed: int) -> Fetch:
-    if isinstance(data, Samples):
-        mixture = data if isinstance(data, Mixture) else Mixture([data], [1])
-        order = mixture.order(seed)
-
-        def by_index(first: int, count: int) -> tuple[list[Sample], Origins]:
-            indices = order.indices(first, count).tolist()
-            return [mixture[index] for index in indices], lambda: [mixture.where(index) for index in indices]
-
-        return by_index
+def _fetcher(data: Mixture | Stream, seed: int) -> Fetch:
+    if isinstance(data, Mixture):
+        order = data.order(seed)
+        return lambda first, count: [(data[index], "") for index in order.indices(first, count).tolist()]
     samples, at = data.begin(seed), 0
 
-    def by_stream(first: int, count: int) -> tuple[list[Sample], Origins]:
+    def fetch(first: int, count: int) -> list[tuple[Sample, str]]:
         nonlocal at
         taken = list(itertools.islice(samples, first - at, first - at + count))
         at = first + count
-        return [sample for sample, _ in taken], lambda: [place for _, place in taken]
+        return taken
 
-    return by_stream
+    return fetch

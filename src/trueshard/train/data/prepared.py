@@ -3,42 +3,62 @@
 - The folder `data/` appears complete or not at all: it is written beside its place and renamed.
 - Nothing is read again while neither settings nor files have changed. Once a run has a checkpoint, its data are used as
   they are even if the files have changed: they are what it was trained on.
-- Streamed data are not kept; the folder then holds the tokenizer, the evaluation data and a fingerprint.
+- Streamed data are read during training; the folder then holds the tokenizer, the evaluation data and a fingerprint.
 """
 
 from __future__ import annotations
 
 import shutil
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trueshard.errors import UserError
 from trueshard.files import making, replacing
 from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
-from trueshard.train.data.batches import Collate, Mixture, Samples, Stream, StreamMixture
-from trueshard.train.data.formats import FORMATS, format_of
+from trueshard.train.data.batches import (
+    Collate,
+    Documents,
+    Mixture,
+    Sample,
+    Samples,
+    Stream,
+    StreamMixture,
+    pack,
+    sequence,
+    span,
+    truncate,
+)
+from trueshard.train.data.formats import FORMATS, Format, batched
+from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
-from trueshard.train.data.streams import SourceStream
+from trueshard.train.data.vision import vision_messages
+
+BUFFER = 1024
+"""Samples of a stream from which the next one is drawn."""
+TOGETHER = 512
+"""Documents of a stream that are packed together."""
+Placed = tuple[Sample, str]
+"""A sample and its origin."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The data of a run."""
 
-    folder: Path
-    """`data` in the run's folder."""
+    folder: Path  # `data` in the run's folder
     summary: Summary
     train: Samples | Stream
-    evaluation: Samples | None
-    """None without `[evaluation]`."""
-    collate: Collate
-    """Makes batches of either."""
-    tokenizer: Any
-    """The tokenizer of the data, with its chat template."""
+    evaluation: Samples | None  # None without `[evaluation]`
+    collate: Collate  # makes batches of either
+    tokenizer: Any  # with its chat template
 
     def __len__(self) -> int:
         """Return the number of training samples. Raises `TypeError` for a stream."""
@@ -54,24 +74,25 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     may make them.
     """
     folder, streaming, evaluation = config.run.folder / "data", config.data.streaming, config.evaluation
-    summary = read_summary(folder)
-    kept = summary is not None and summary.identity == _identity(config) and frozen
+    summary, identity = read_summary(folder), _identity(config)
+    is_kept = summary is not None and summary.identity == identity and frozen
     sources, held_out, state = [], [], None
-    if not kept or streaming:
+    if not is_kept or streaming:
         sources = find(config.data)
         held_out = [] if evaluation is None or evaluation.path is None else find(config.data, evaluation.path)
-        state = _fingerprint(config, sources + held_out)
-        kept = kept or (summary is not None and (summary.identity, summary.fingerprint) == (_identity(config), state))
-    is_vision = config.images
-    processor = tokenizers.load_processor(config.tokenizer, config.model) if is_vision else None
-    if not kept:
+        tokenizer_state = tokenizers.fingerprint(config.tokenizer, config.model)
+        state = hash_of([tokenizer_state, [source.fingerprint() for source in sources + held_out]])
+        is_kept |= summary is not None and (summary.identity, summary.fingerprint) == (identity, state)
+    processor = tokenizers.load_processor(config.tokenizer, config.model) if config.images else None
+    if not is_kept:
         if not make:
             raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
         for left in folder.parent.glob(f".new-*-{folder.name}"):  # by a process that was killed
             shutil.rmtree(left)
+        assert state is not None
         with making(folder.parent), replacing(folder) as scratch:
             scratch.mkdir()
-            _make(config, sources, held_out, processor, scratch)
+            _make(config, sources, held_out, state, processor, scratch)
             _open(config, scratch, sources, processor)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -81,29 +102,30 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     return prepared
 
 
-def _make(config: Config, sources: list[DataSource], held_out: list[DataSource], processor: Any, folder: Path) -> None:
-    sections = (config.tokenizer, config.model, config.data.format)
+def _make(
+    config: Config, sources: list[DataSource], held_out: list[DataSource], state: str, processor: Any, folder: Path
+) -> None:
+    data, sections = config.data, (config.tokenizer, config.model, config.data.format)
     tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*sections)
     _announce(config, sources, tokenizer is None)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
-        texts_of = FORMATS[config.data.format].texts
-        texts = (text for source in sources for record in source.records() for text in texts_of(config.data, record))
-        tokenizer = tokenizers.train_tokenizer(texts, config.tokenizer.vocab_size, config.data.format)
-    if config.data.format != "text":
+        texts_of = FORMATS[data.format].texts
+        texts = (text for source in sources for record in source.records() for text in texts_of(data, record))
+        tokenizer = tokenizers.train_tokenizer(texts, config.tokenizer.vocab_size, data.format)
+    if data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
-    length, identity, state = _length(config), _identity(config), _fingerprint(config, sources + held_out)
-    form = format_of(config.data, length, tokenizer, processor)
+    form = FORMATS[data.format](data, _length(config), tokenizer, processor)
     if held_out:
         place = folder / "evaluation"
         place.mkdir()
-        build(held_out, form, place, length=length, fraction=0.0, fingerprint=state, identity={}).write(place)
-    if config.data.streaming:
-        summary = Summary(None, None, None, zlib.crc32(state.encode()), state, identity)
+        build(held_out, form, place, 0.0, state, {}).write(place)
+    if data.streaming:
+        summary = Summary(None, None, None, zlib.crc32(state.encode()), state, _identity(config))
     else:
         fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
-        summary = build(sources, form, folder, length=length, fraction=fraction, fingerprint=state, identity=identity)
+        summary = build(sources, form, folder, fraction, state, _identity(config))
     summary.write(folder)
 
 
@@ -111,50 +133,47 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     """Open the data in a folder. Raises `UserError` if a part holds no sequence."""
     from transformers import AutoTokenizer
 
-    summary = read_summary(folder)
-    assert summary is not None
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    section, length = config.evaluation, _length(config)
+    data, section, length = config.data, config.evaluation, _length(config)
     tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
-    form = format_of(config.data, length, tokenizer, processor)
+    form = FORMATS[data.format](data, length, tokenizer, processor)
 
-    def stored(place: Path, contents: Summary | None, part: str) -> list[StoredSamples]:
-        assert contents is not None
-        return [StoredSamples(place, contents, form, *ranges[part], length) for ranges in contents.ranges]
+    def stored(place: Path, part: str) -> list[StoredSamples]:
+        summary = read_summary(place)
+        assert summary is not None
+        return [StoredSamples(place, summary, form, source, part) for source in range(len(summary.ranges))]
 
     train: Samples | Stream
-    if config.data.streaming:
-        streams = [SourceStream(source, form, length) for source in sources]
+    if data.streaming:
+        streams = [SourceStream(source, form) for source in sources]
         for stream in streams:
             stream.check()
         train = StreamMixture(streams, [source.weight for source in sources])
     else:
-        key, places = "data.sources", config.data.sources
-        if config.data.path is not None:
-            key, places = "data.path", [SourceSection(path=config.data.path)]
-        parts = stored(folder, summary, "train")
-        for place, part in zip(places, parts, strict=True):
+        sections, parts = data.sources or [SourceSection(path=data.path or "")], stored(folder, "train")
+        for source, part in zip(sections, parts, strict=True):
             if not len(part):
                 raise UserError(
-                    f"{key}: {place.path}, without what is held out, has fewer tokens than one sequence of "
-                    f"train.sequence_length + 1 = {length + 1}; add to it, or lower evaluation.fraction or "
-                    "train.sequence_length"
+                    f"data.{'sources' if data.sources else 'path'}: {source.path}, without what is held out, has fewer "
+                    f"tokens than one sequence of train.sequence_length + 1 = {length + 1}; add to it, or lower "
+                    "evaluation.fraction or train.sequence_length"
                 )
-        train = Mixture(parts, [place.weight for place in places])
-    if section is None:
-        return Prepared(folder, summary, train, None, form.collate, tokenizer)
-    if section.path is None:
-        held_out = stored(folder, summary, "evaluation")
-        share = f"{section.fraction} of the data is less than one sequence"
-        problem = f"fraction: {share}; raise it, or set evaluation.path"
-    else:
-        held_out = stored(folder / "evaluation", read_summary(folder / "evaluation"), "train")
-        problem = f"path: {section.path} is less than one sequence of train.sequence_length = {length}; add to it"
-    held_out = [part for part in held_out if len(part)]
-    if not held_out:
-        raise UserError(f"evaluation.{problem}")
-    return Prepared(folder, summary, train, Mixture(held_out, [1.0] * len(held_out)), form.collate, tokenizer)
+        train = Mixture(parts, [source.weight for source in sections])
+    evaluation = None
+    if section is not None:
+        place = folder if section.path is None else folder / "evaluation"
+        held_out = [part for part in stored(place, "evaluation" if section.path is None else "train") if len(part)]
+        if not held_out and section.path is None:
+            share = f"{section.fraction} of the data is less than one sequence"
+            raise UserError(f"evaluation.fraction: {share}; raise it, or set evaluation.path")
+        if not held_out:
+            share = f"{section.path} is less than one sequence of train.sequence_length = {length}"
+            raise UserError(f"evaluation.path: {share}; add to it")
+        evaluation = Mixture(held_out, [1.0] * len(held_out))
+    summary = read_summary(folder)
+    assert summary is not None
+    return Prepared(folder, summary, train, evaluation, form.collate, tokenizer)
 
 
 def _length(config: Config) -> int:
@@ -170,11 +189,6 @@ def _identity(config: Config) -> dict[str, Any]:
     return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
 
 
-def _fingerprint(config: Config, sources: list[DataSource]) -> str:
-    tokenizer = tokenizers.fingerprint(config.tokenizer, config.model)
-    return hash_of([tokenizer, [source.fingerprint() for source in sources]])
-
-
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
     noun, doing = FORMATS[config.data.format].noun, "training a tokenizer on it" if trains else "reading it"
     sizes = [source.size() for source in sources]
@@ -185,3 +199,82 @@ def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
         print(f"{what}: {doing}", flush=True)
     elif trains:
         print(f"training a tokenizer on the first {noun}", flush=True)
+
+
+# Streams
+
+
+class SourceStream:
+    """The samples of one source, read during training, without end.
+
+    The order is that of the source, shuffled through a buffer by seed: the same on every rank and at every world size.
+    At its end a stream starts again, in another order. Every rank reads everything and keeps its own samples; a resume
+    reads again up to where the run stood.
+    """
+
+    def __init__(self, source: DataSource, form: Format) -> None:
+        self._source, self._form, self._length = source, form, form.length
+
+    def begin(self, seed: int) -> Iterator[Placed]:
+        """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
+        self.check()
+        for number in count():
+            yield from shuffled(self._once(), seed + number)
+
+    def check(self) -> None:
+        """Read the first sample. Raises `UserError` as ``begin`` does."""
+        if next(self._once(), None) is None:
+            raise UserError(
+                f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
+                f"{self._length}; give it more, or lower train.sequence_length"
+            )
+
+    def _once(self) -> Iterator[Placed]:
+        form = self._form
+        if form.layout == "kept":
+            for record in self._source.records():
+                yield {"messages": vision_messages(record), "where": record.where}, record.where
+        elif form.layout == "joined":
+            yield from self._joined()
+        elif form.layout == "packed":
+            for group in batched(self._documents(), TOGETHER):
+                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
+                    documents = [document for number in members for document in group[number][0]]
+                    yield form.sample(tuple(documents)), span([group[number][1] for number in members])
+        else:
+            for found, where in self._documents():
+                yield form.sample(found), where
+
+    def _documents(self) -> Iterator[tuple[Documents, str]]:
+        """Iterate over the documents of each record that has any, and its origin."""
+        for record, encoded in self._form.documents(self._source, Path()):  # these formats put no files beside them
+            if documents := truncate(encoded, self._length) if self._form.cut else encoded:
+                yield documents, record.where
+
+    def _joined(self) -> Iterator[Placed]:
+        tokens, places = np.empty(0, dtype=np.int64), []
+        for (document,), where in self._documents():
+            tokens = np.concatenate([tokens, document.ids])
+            places.append(where)
+            full = max(0, len(tokens) - 1) // self._length * self._length
+            for start in range(0, full, self._length):
+                yield sequence(tokens, start, self._length), span(places)
+            if full:
+                tokens, places = tokens[full:], [where]
+
+
+def shuffled(placed: Iterable[Placed], seed: int) -> Iterator[Placed]:
+    """Yield the samples, each drawn from the next ``BUFFER`` ones."""
+    buffer: list[Placed] = []
+    chances = draws(seed, BUFFER)
+    for sample in placed:
+        if len(buffer) < BUFFER:
+            buffer.append(sample)
+            continue
+        place = next(chances)
+        yield buffer[place]
+        buffer[place] = sample
+    while buffer:
+        place = next(chances) % len(buffer)
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()

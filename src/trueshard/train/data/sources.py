@@ -13,6 +13,7 @@ import csv
 import fnmatch
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -40,27 +41,20 @@ class Record(NamedTuple):
     """One entry of a source."""
 
     fields: Fields
-    file: int
-    """Index into the files of its source."""
-    line: int
-    """Line, row or entry of the file, from 1; 0: the whole file."""
-    where: str
-    """File and line, for error messages."""
-    folder: Path
-    """Base of relative paths in the fields."""
+    file: int  # index into the files of its source
+    line: int  # line, row or entry of the file, from 1; 0: the whole file
+    where: str  # file and line, for error messages
+    folder: Path  # base of relative paths in the fields
 
 
 @dataclass(frozen=True)
 class DataSource:
     """Files of records."""
 
-    key: str
-    """The setting that names it: "data.path"."""
-    name: str
-    """The value of that setting."""
+    key: str  # the setting that names it: "data.path"
+    name: str  # the value of that setting
     weight: float
-    files: tuple[str, ...]
-    """Paths; for a data set on the hub, its name."""
+    files: tuple[str, ...]  # paths; for a data set on the hub, its name
     text_field: str = "text"
 
     def records(self) -> Iterator[Record]:
@@ -87,18 +81,20 @@ class HubSource(DataSource):
     split: str = "train"
     revision: str | None = None
     streaming: bool = False
-    saved: bool = False
-    """True for a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`."""
+    saved: bool = False  # a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`
 
     def records(self) -> Iterator[Record]:
-        file, row = self.files[0], 0
+        import datasets
+
+        (file,), options = self.files, {"split": self.split, "revision": self.revision, "streaming": self.streaming}
         remedy = "correct data.path, data.subset or data.split, or see that there is a network"
         with explained(f"{self.key}: {self.name!r} cannot be read", remedy, (OSError, ValueError, RuntimeError)):
+            load: Any = datasets.load_dataset
+            data = datasets.load_from_disk(file) if self.saved else load(self.name, self.subset, **options)
             # As plain values: images stay the stored bytes.
-            for table in self._load().with_format("arrow").iter(batch_size=256):
-                for fields in table.to_pylist():
-                    row += 1
-                    yield Record(fields, 0, row, place(file, row), Path(file).parent)
+            tables = data.with_format("arrow").iter(batch_size=256)
+            for row, fields in enumerate((fields for table in tables for fields in table.to_pylist()), start=1):
+                yield Record(fields, 0, row, place(file, row), Path(file).parent)
 
     def size(self) -> int | None:
         return None
@@ -106,26 +102,13 @@ class HubSource(DataSource):
     def fingerprint(self) -> str:
         return hash_of([self.name, self.subset, self.split, self.revision])
 
-    def _load(self) -> Any:
-        import datasets
-
-        if self.saved:
-            return datasets.load_from_disk(self.files[0])
-        return datasets.load_dataset(
-            self.name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
-        )
-
 
 def find(section: DataSection, path: str | None = None) -> list[DataSource]:
     """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`; `UserError` if one is empty."""
-    if path is not None:
-        return [_find(section, path, "evaluation.path", 1.0)]
-    if section.path is not None:
-        return [_find(section, section.path, "data.path", 1.0)]
-    return [
-        _find(section, source.path, f"data.sources[{i}].path", source.weight)
-        for i, source in enumerate(section.sources)
-    ]
+    if path or section.path:
+        return [_find(section, path or section.path or "", "evaluation.path" if path else "data.path", 1.0)]
+    named = [(source, f"data.sources[{number}].path") for number, source in enumerate(section.sources)]
+    return [_find(section, source.path, key, source.weight) for source, key in named]
 
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
@@ -142,10 +125,10 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
         return HubSource(key, name, weight, (str(saved),), section.field, revision=revision, saved=True)
     if path.is_dir():
         return DataSource(key, name, weight, _folder(section, path, key), section.field)
+    if not path.exists() and HUB_NAME.fullmatch(name) and kind(path) not in READERS:
+        hub = (section.subset, section.split, _revision(name, key), section.streaming)
+        return HubSource(key, name, weight, (name,), section.field, *hub)
     if not path.exists():
-        if HUB_NAME.fullmatch(name) and kind(path) not in READERS:
-            hub = (section.subset, section.split, _revision(name, key), section.streaming)
-            return HubSource(key, name, weight, (name,), section.field, *hub)
         raise UserError(
             f"{key}: {path} does not exist; give a folder or a file of text, JSONL, JSON, CSV or Parquet, "
             'owner/name of a data set on the hub, or "stdlib"'
@@ -277,8 +260,8 @@ def _array(file: Path) -> Iterator[tuple[Fields, int]]:
     with _open(file) as stream:
         entries = _json(stream.read(), file)
     if isinstance(entries, dict):
-        lists = [each for each in entries.values() if isinstance(each, list)]
-        arrays = [each for each in lists if all(isinstance(entry, dict) for entry in each)]
+        lists = [value for value in entries.values() if isinstance(value, list)]
+        arrays = [values for values in lists if all(isinstance(entry, dict) for entry in values)]
         entries = arrays[0] if len(arrays) == 1 else entries
     if not isinstance(entries, list):
         raise UserError(
@@ -299,10 +282,9 @@ def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
 
 def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
     csv.field_size_limit(sys.maxsize)
-    with _open(file) as stream:
-        # Some spreadsheets write a byte order mark before the header.
-        lines = (line.decode("utf-8").removeprefix("\ufeff") for line in stream)
-        rows = csv.reader(lines, strict=True)
+    # Some spreadsheets write a byte order mark before the header.
+    with _open(file) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+        rows = csv.reader(text, strict=True)
         head = next(rows, [])
         try:
             for row in rows:
@@ -323,7 +305,8 @@ def _table(file: Path) -> Iterator[tuple[Fields, int]]:
     refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowInvalid, cut_line)
     with refused, ParquetFile(file) as table:
         rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
-        yield from ((row, number) for number, row in enumerate(rows, start=1))
+        for number, row in enumerate(rows, start=1):
+            yield row, number
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[Fields, int]]]] = {

@@ -27,36 +27,31 @@ import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError
-from trueshard.train.data.batches import Document, Ids, Sample, pack, sequence, span, truncate, whole
-from trueshard.train.data.data_format import Format
+from trueshard.train.data.batches import Document, Ids, Sample, all_targets, pack, sequence, span, truncate
+from trueshard.train.data.formats import Format
 from trueshard.train.data.order import sequence_indices
 from trueshard.train.data.sources import DataSource, Record, place
 
 HELD_OUT_SEED = 20_000
+TOO_LONG = "longer than train.sequence_length - rollout.tokens"
+Members = list[list[int]]
+"""The documents of each sequence."""
 
 
 @dataclass(frozen=True)
 class Summary:
     """The contents of `data.json`."""
 
-    tokens: int | None
-    """Tokens to train on. None: unknown, as data are streamed, or become tokens with their batch."""
-    documents: int | None
-    """Documents to train on. None: unknown, as data are streamed."""
-    unigram_entropy: float | None
-    """Nats a target: the loss of a model that knows only the frequency of each token."""
-    crc32: int
-    """CRC-32 of all bytes that samples are made of; for streamed data, of the fingerprint."""
-    fingerprint: str
-    """Hash of the state of sources and tokenizer."""
-    identity: dict[str, Any]
-    """The settings that determine the data."""
+    tokens: int | None  # to train on; None: unknown, as data are streamed, or become tokens with their batch
+    documents: int | None  # to train on; None: unknown, as data are streamed
+    unigram_entropy: float | None  # nats a target: the loss of a model that knows only the frequency of each token
+    crc32: int  # of all bytes that samples are made of; for streamed data, of the fingerprint
+    fingerprint: str  # hash of the state of sources and tokenizer
+    identity: dict[str, Any]  # the settings that determine the data
     dtype: str = "uint8"
-    files: list[list[str]] = field(default_factory=list)
-    """Files of each source."""
+    files: list[list[str]] = field(default_factory=list)  # of each source
+    # Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, tokens.
     ranges: list[dict[str, tuple[int, int]]] = field(default_factory=list)
-    """Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, in
-    tokens."""
 
     def write(self, folder: Path) -> None:
         """Write `data.json`."""
@@ -72,30 +67,23 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 def build(
-    sources: list[DataSource],
-    form: Format,
-    folder: Path,
-    *,
-    length: int,
-    fraction: float,
-    fingerprint: str,
-    identity: dict[str, Any],
+    sources: list[DataSource], form: Format, folder: Path, fraction: float, fingerprint: str, identity: dict[str, Any]
 ) -> Summary:
     """Read all records, write their documents into an empty folder, and return its summary.
 
-    Documents longer than a sequence of ``length`` inputs are cut at their end, and their number is printed. Raises
-    `UserError` if a record cannot be read, or a source has none with a target.
+    Documents longer than a sequence are cut at their end, and their number is printed. Raises `UserError` if a record
+    cannot be read, or a source has none with a target.
     """
-    writer, cuts = DocumentWriter(folder, form), Counter[str]()
+    writer, counts = DocumentWriter(folder, form), Counter[str]()
     ranges: list[dict[str, tuple[int, int]]] = []
-    members: list[list[int]] = []
+    members: Members = []
     for number, source in enumerate(sources):
         first_token, first_document = writer.tokens, writer.documents
-        sizes = _write(source, number, writer, length, fraction, cuts)
-        if writer.documents == first_document and cuts["records"] and form.layout == "kept":
+        sizes = _write(source, number, writer, fraction, counts)
+        if writer.documents == first_document and counts["records"] and form.layout == "kept":
             raise UserError(
-                f"{source.key}: all prompts of {source.name} are longer than train.sequence_length - rollout.tokens = "
-                f"{length} tokens; raise the former, or lower the latter"
+                f"{source.key}: all prompts of {source.name} are {TOO_LONG} = {form.length} tokens; raise the former, "
+                "or lower the latter"
             )
         if writer.documents == first_document:
             raise UserError(f"{source.key}: {source.name} holds no record with anything to learn; give it some")
@@ -103,23 +91,22 @@ def build(
             begin, end = first_token, writer.tokens
             middle = end - round(fraction * (end - begin))
         else:
-            train, held = _sequences(first_document, sizes, writer, length, fraction)
-            begin, middle, end = accumulate([len(members), len(train), len(held)])
-            members += train + held
+            train, held_out = _sequences(first_document, sizes, writer, fraction)
+            begin, middle, end = accumulate([len(members), len(train), len(held_out)])
+            members += train + held_out
         ranges.append({"train": (begin, middle), "evaluation": (middle, end)})
-    writer.close(None if form.layout == "joined" else members)
-    if cuts["left out"] and form.layout == "kept":
-        share = f"{cuts['left out']} of {cuts['records']} prompts left out"
-        print(f"{share}: longer than train.sequence_length - rollout.tokens = {length} tokens", flush=True)
-    elif cuts["cut"] or cuts["left out"]:
-        omitted = f", {cuts['left out']} left out as no answer is within that" if cuts["left out"] else ""
-        print(
-            f"{cuts['cut']} of {cuts['records']} records cut at train.sequence_length = {length}{omitted}", flush=True
-        )
+    writer.close(members)
+    left_out, total = counts["left out"], counts["records"]
+    if left_out and form.layout == "kept":
+        print(f"{left_out} of {total} prompts left out: {TOO_LONG} = {form.length} tokens", flush=True)
+    elif counts["cut"] or left_out:
+        omitted = f", {left_out} left out as no answer is within that" if left_out else ""
+        print(f"{counts['cut']} of {total} records cut at train.sequence_length = {form.length}{omitted}", flush=True)
+    has_tokens = form.vocabulary is not None
     return Summary(
-        tokens=None if form.vocabulary is None else writer.tokens,
+        tokens=writer.tokens if has_tokens else None,
         documents=writer.documents,
-        unigram_entropy=None if form.vocabulary is None else writer.entropy(),
+        unigram_entropy=writer.entropy() if has_tokens else None,
         crc32=writer.crc32,
         fingerprint=fingerprint,
         identity=identity,
@@ -129,19 +116,18 @@ def build(
     )
 
 
-def _write(
-    source: DataSource, number: int, writer: DocumentWriter, length: int, fraction: float, cuts: Counter[str]
-) -> list[int]:
+def _write(source: DataSource, number: int, writer: DocumentWriter, fraction: float, counts: Counter[str]) -> list[int]:
+    """Write the documents of a source; return the number of documents of each record that has any."""
     form, sizes = writer.form, []
     with tempfile.TemporaryFile(dir=writer.folder) as later:
         for record, encoded in form.documents(source, writer.folder):
-            documents = truncate(encoded, length) if form.cut else encoded
-            cuts["records"] += 1
-            cuts["left out"] += not documents and form.layout != "joined"
-            cuts["cut"] += any(len(kept.ids) < len(each.ids) for kept, each in zip(documents, encoded, strict=False))
+            documents = truncate(encoded, form.length) if form.cut else encoded
+            counts["records"] += 1
+            counts["left out"] += not documents and form.layout != "joined"
+            counts["cut"] += any(len(new.ids) < len(old.ids) for new, old in zip(documents, encoded, strict=False))
             if form.layout == "joined" and fraction and _drawn(record, fraction):
                 for document in documents:
-                    pickle.dump((document.ids, record.file, record.line), later)
+                    pickle.dump((document, number, record.file, record.line), later)
                 continue
             for document in documents:
                 writer.add(document, number, record.file, record.line)
@@ -149,8 +135,7 @@ def _write(
         end = later.tell()
         later.seek(0)
         while later.tell() < end:
-            ids, file, line = pickle.load(later)
-            writer.add(whole(ids), number, file, line)
+            writer.add(*pickle.load(later))
     return sizes
 
 
@@ -160,21 +145,23 @@ def _drawn(record: Record, fraction: float) -> bool:
     return bool(chance < fraction * 2**20)
 
 
-def _sequences(
-    first: int, sizes: list[int], writer: DocumentWriter, length: int, fraction: float
-) -> tuple[list[list[int]], list[list[int]]]:
+def _sequences(first: int, sizes: list[int], writer: DocumentWriter, fraction: float) -> tuple[Members, Members]:
     """Return (train, held out): the documents of each sequence of the last source, which begins at ``first``."""
     begins = accumulate(sizes, initial=first)
     records = [list(range(begin, begin + size)) for begin, size in zip(begins, sizes, strict=False)]
     count = round(fraction * len(records))
-    held = set(sequence_indices(HELD_OUT_SEED, 0, count, len(records)).tolist()) if count else set()
-    parts = [[record for number, record in enumerate(records) if (number in held) is out] for out in (False, True)]
+    drawn = set(sequence_indices(HELD_OUT_SEED, 0, count, len(records)).tolist()) if count else set()
+    train = [record for number, record in enumerate(records) if number not in drawn]
+    held_out = [records[number] for number in sorted(drawn)]
     if writer.form.layout == "packed":  # a record is one document
-        inputs = writer.lengths() - 1
-        for part in parts:
-            documents = [document for (document,) in part]
-            part[:] = [[documents[each] for each in group] for group in pack(inputs[documents].tolist(), length)]
-    return parts[0], parts[1]
+        return _packed(train, writer), _packed(held_out, writer)
+    return train, held_out
+
+
+def _packed(records: Members, writer: DocumentWriter) -> Members:
+    documents = [document for (document,) in records]
+    inputs = (writer.lengths()[documents] - 1).tolist()
+    return [[documents[number] for number in group] for group in pack(inputs, writer.form.length)]
 
 
 class DocumentWriter:
@@ -206,41 +193,38 @@ class DocumentWriter:
 
     def add(self, document: Document, source: int, file: int, line: int) -> None:
         """Write a document and its origin."""
-        ids = document.ids.astype(self.dtype).tobytes()
-        self._out.write(ids)
-        self.crc32 = zlib.crc32(ids, self.crc32)
+        parts = [(self._out, document.ids.astype(self.dtype))]
         if self._masks is not None:
-            mask = document.counted.tobytes()
-            self._masks.write(mask)
-            self.crc32 = zlib.crc32(mask, self.crc32)
+            parts.append((self._masks, document.counted))
+        for stream, values in parts:
+            stream.write(data := values.tobytes())
+            self.crc32 = zlib.crc32(data, self.crc32)
         np.add.at(self._counts, document.ids[document.counted], 1)
         self.tokens += len(document.ids)
         self._places.extend((source, file, line, self.tokens))
 
-    def close(self, members: Sequence[Sequence[int]] | None) -> None:
-        """Complete the files. ``members``: the documents of each sequence; None: documents are joined."""
+    def close(self, members: Members) -> None:
+        """Complete the files; ``members`` are unused if documents are joined."""
         self._out.close()
         if self._masks is not None:
             self._masks.close()
         np.save(self.folder / "documents.npy", np.array(self._places, dtype=np.int64).reshape(-1, 4))
-        if members is not None:
-            flat = np.array([number for member in members for number in member], dtype=np.int64)
-            ends = np.cumsum([len(member) for member in members], dtype=np.int64)
+        if self.form.layout != "joined":
+            flat = np.array([document for group in members for document in group], dtype=np.int64)
+            ends = np.cumsum([len(group) for group in members], dtype=np.int64)
             np.save(self.folder / "members.npy", flat)
             np.save(self.folder / "sequences.npy", ends)
             self.crc32 = zlib.crc32(ends.tobytes(), zlib.crc32(flat.tobytes(), self.crc32))
 
 
 class StoredSamples:
-    """Samples of ``length`` inputs in a folder that a ``DocumentWriter`` has filled.
+    """The samples of a part, "train" or "evaluation", of a source in a folder that a ``DocumentWriter`` has filled."""
 
-    ``first``, ``last``: the half-open range of stored sequences or, if documents are joined, of tokens.
-    """
-
-    def __init__(self, folder: Path, summary: Summary, form: Format, first: int, last: int, length: int) -> None:
-        self._folder, self._files, self._form, self._first, self._length = folder, summary.files, form, first, length
+    def __init__(self, folder: Path, summary: Summary, form: Format, source: int, part: str) -> None:
+        self._folder, self._files, self._form, self._length = folder, summary.files, form, form.length
+        self._first, last = summary.ranges[source][part]
         self._joined = form.layout == "joined"
-        self._count = max(0, last - first - 1) // length if self._joined else last - first
+        self._count = max(0, last - self._first - 1) // form.length if self._joined else last - self._first
         name = "records.bin" if form.vocabulary is None else "tokens.bin"
         self._tokens: Ids = np.memmap(folder / name, mode="r", dtype=summary.dtype)
         self._counted = np.memmap(folder / "counted.bin", mode="r", dtype=np.bool_) if form.cut else None
@@ -255,7 +239,7 @@ class StoredSamples:
     def __getitem__(self, index: int) -> Sample:
         if self._joined:
             return sequence(self._tokens, self._first + index * self._length, self._length)
-        documents = [self._document(number) for number in self._documents(index)]
+        documents = tuple(self._document(number) for number in self._documents(index))
         return self._kept(index, *documents) if self._form.layout == "kept" else self._form.sample(documents)
 
     def where(self, index: int) -> str:
@@ -274,17 +258,17 @@ class StoredSamples:
     def _document(self, number: int) -> Document:
         first, last = _between(self._places[:, 3], number)
         ids = self._tokens[first:last]
-        return whole(ids) if self._counted is None else Document(ids, self._counted[first:last])
+        return all_targets(ids) if self._counted is None else Document(ids, self._counted[first:last])
 
     def _kept(self, index: int, document: Document) -> Sample:
         """Return ``messages``, or ``prompt`` and ``record``, with images as absolute paths, and ``where``."""
-        found = json.loads(document.ids.tobytes())
-        kept = found if isinstance(found, dict) else {"messages": found}
-        for message in kept.get("messages") or kept["prompt"]:
+        value = json.loads(document.ids.tobytes())
+        sample = value if isinstance(value, dict) else {"messages": value}
+        for message in sample.get("messages") or sample["prompt"]:
             for part in message["content"] if isinstance(message, dict) else ():
                 if isinstance(part, dict) and part["type"] == "image":  # relative to the store, or absolute
                     part["image"] = str(self._folder / part["image"])
-        return {**kept, "where": self.where(index)}
+        return {**sample, "where": self.where(index)}
 
 
 def _between(ends: npt.NDArray[np.int64], number: int) -> tuple[int, int]:

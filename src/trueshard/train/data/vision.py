@@ -1,4 +1,4 @@
-"""Data of format "vision": conversations with images, kept as JSON records.
+"""Conversations with images.
 
 - They become tokens and pixels with each batch: the thread that makes batches reads the images; data are only checked
   before.
@@ -18,28 +18,10 @@ import numpy as np
 import torch
 
 from trueshard.errors import UserError, cut_line, explained
-from trueshard.train.data.batches import Batch, Document, Ids, Sample, json_document, pad_ends
-from trueshard.train.data.chat import ChatTemplate, Message, conversation, texts
-from trueshard.train.data.data_format import DataFormat, Format, FormatInputs, single
+from trueshard.train.data.batches import Batch, Document, Ids, Sample, pad_ends
+from trueshard.train.data.chat import ChatTemplate, Message, conversation
 from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import IMAGE
-
-
-def open_vision(inputs: FormatInputs) -> Format:
-    """Return the format with a run's processor."""
-    collate = VisionCollate(inputs.processor, inputs.length, inputs.section.answers_only)
-    return Format("kept", encode_vision, single, collate, None, live=_live)
-
-
-def _live(record: Record) -> Sample:
-    return {"messages": vision_messages(record), "where": record.where}
-
-
-def encode_vision(records: Sequence[Record], folder: Path) -> list[tuple[Document, ...]]:
-    """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
-    conversations = [vision_messages(record) for record in records]
-    store_images(conversations, folder)
-    return [(json_document(turns),) for turns in conversations]
 
 
 def store_images(conversations: Sequence[list[Message]], folder: Path) -> None:
@@ -208,11 +190,3 @@ class VisionCollate:
             add_special_tokens=False,
             return_tensors="pt",
         )
-
-
-VISION = DataFormat(
-    noun="conversations with images",
-    layout=lambda section: "kept",
-    open=open_vision,
-    texts=lambda section, record: texts(vision_messages(record)),
-)

@@ -250,7 +250,7 @@ def _feed(config: Config) -> Callable[[int, int], Batch] | None:
     if config.rl is not None:
         return lambda microbatch, sequence: rl_forecast.policy_batch(config, microbatch, sequence - 1)
     form = FORMATS[data.format]
-    rows, layout = form.rows, form.layout(data)
+    rows, layout = form.rows, form.layout_of(data)
 
     def batch(microbatch: int, sequence: int) -> Batch:
         ids = torch.zeros(rows * microbatch, sequence, dtype=torch.int64)

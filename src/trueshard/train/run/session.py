@@ -237,7 +237,7 @@ def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
     if config.data.format == "preference":
         other = reference(config, settings, model)
         return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
-    if FORMATS[config.data.format].layout(config.data) == "packed":
+    if FORMATS[config.data.format].layout_of(config.data) == "packed":
         check_apart(model, device_of(sharded(model).mesh))
     return CausalLoss(whole_logits)
 
