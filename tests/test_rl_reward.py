@@ -373,14 +373,15 @@ def test_no_process_is_left_after_close(make: Make) -> None:
 
 
 OWNER = """
-import sys, time
-from trueshard.train.rl.reward_processes import Call, Processes
-from trueshard.train.rl.samples import Sample
-processes = Processes(1, ["rewards.py:score"], {})
-inputs = [({}, vars(Sample(1, 0, 0, [])))]
-print(processes.run([Call({"function": 0, "inputs": inputs}, 5.0)])[0].content["rewards"][0][0], flush=True)
+import sys
+from trueshard.train.rl.config import RewardSection
+from trueshard.train.rl.reward import Rewards
+from trueshard.train.rl.samples import Prompt, Sample
+rewards = Rewards(RewardSection(function="rewards.py:score", seconds=5.0))
+sample, prompt = Sample(1, 0, 0, []), Prompt(0, [], {}, "a.jsonl, line 1")
+print(rewards.score([sample], [prompt])[0].reward, flush=True)
 if sys.argv[1] == "killed":
-    processes.run([Call({"function": 0, "inputs": inputs}, 5.0)] * 9)
+    rewards.score([sample] * 9, [prompt] * 9)
 """
 ENDLESS = """
 import os, re

@@ -284,7 +284,7 @@ def policy_loss(rl: RLSection, rollout: RolloutSection, whole_logits: bool = Fal
     loss: str | Function = rl.loss
     if ":" in rl.loss:
         try:
-            loss, _ = find(rl.loss, {})
+            loss, _ = find(rl.loss)
         except Wrong as error:
             raise UserError(f"rl.loss: {error}") from None
     return PolicyLoss(

@@ -5,8 +5,7 @@ generator function. Functions run in processes of their own, with a time limit a
 and an error names the function, the record, the sample and the line. Rewards depend on the samples alone, not on the
 number of processes or on which of them is ready first.
 
-``reward_functions`` has the forms of functions, ``reward_worker`` the program of a process, ``reward_processes`` the
-processes.
+``reward_functions`` has the forms of functions, ``reward_processes`` the processes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 from trueshard.errors import UserError
 from trueshard.train.rl.config import RewardSection
 from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, form_of, rewards_of
-from trueshard.train.rl.reward_processes import Answer, Call, Processes
+from trueshard.train.rl.reward_processes import Message, Processes
 from trueshard.train.rl.samples import Name, Prompt, Sample
 
 CHECKED = 3
@@ -57,11 +56,7 @@ class _Episode:
 
 
 class Rewards:
-    """Reward functions in processes of their own, which start when they are first needed.
-
-    Args:
-        section: the configuration, `[reward]`.
-    """
+    """Reward functions in processes of their own, which start when they are first needed; ``section``: [reward]."""
 
     def __init__(self, section: RewardSection) -> None:
         self._functions, self._seconds = section.functions, section.seconds
@@ -69,7 +64,7 @@ class Rewards:
         if not all(map(math.isfinite, self._weights)):
             raise UserError(f"reward.weights: {self._weights} has a weight that is not finite; give numbers")
         self._labels = _labels(self._functions)
-        self._processes = Processes(section.processes, self._functions, section.arguments)
+        self._processes = Processes(section.processes, self._functions, section.arguments, section.seconds)
         self._episodes: dict[Name, _Episode] = {}
         self._begun = 0
 
@@ -100,19 +95,17 @@ class Rewards:
             UserError: a file or function is missing or cannot be imported, a function raises or returns no reward, or
                 takes longer than its limit; of an episode, it does not yield messages first.
         """
-        tried = [(Sample(0, number, 0, []), *record) for number, record in enumerate(records[:CHECKED])]
         is_episode = self.turns
-        if not tried:
-            return
+        samples = [Sample(0, number, 0, []) for number in range(min(CHECKED, len(records)))]
+        prompts = [Prompt(number, [], *records[number]) for number in range(len(samples))]
         if is_episode:
-            prompts = [Prompt(sample.prompt, [], record, where) for sample, record, where in tried]
-            names = [sample.name for sample, _, _ in tried]
+            names = [sample.name for sample in samples]
             slow = [isinstance(turn, Reward) for turn in self.begin(names, prompts)]
             self.drop(names)
         else:
-            slow = [reward.slow for reward in self._score(tried)]
+            slow = [reward.slow for reward in self.score(samples, prompts)]
         if any(slow):
-            where = tried[slow.index(True)][2]
+            where = prompts[slow.index(True)].where
             raise UserError(
                 f"reward.seconds: {', '.join(self._functions)} took longer than {self._seconds:g} s for {where} and an "
                 "empty answer; make it faster, or raise the limit"
@@ -126,8 +119,21 @@ class Rewards:
         Raises:
             UserError: a function raises, returns no reward, or ends its process: of the first such sample.
         """
-        assert not self.turns, "an episode gives its reward at its end"
-        return self._score([(s, prompt.record, prompt.where) for s, prompt in zip(samples, prompts, strict=True)])
+        forms, everything = self._processes.load(), range(len(samples))
+        # (function, samples) of each call. Lists first: they take the longest.
+        calls = [(number, everything) for number, form in enumerate(forms) if form in LISTS and samples]
+        calls += [(n, range(i, i + 1)) for i in everything for n, form in enumerate(forms) if form not in LISTS]
+        requests = [
+            {"function": number, "inputs": [(prompts[i].record, vars(samples[i])) for i in inputs]}
+            for number, inputs in calls
+        ]
+        about = [[_about(prompts[i].where, *samples[i].name) for i in inputs] for _, inputs in calls]
+        rewards: list[list[Any]] = [[None] * len(forms) for _ in samples]  # None: too slow
+        for (number, inputs), answer in zip(calls, self._run(requests, about), strict=True):
+            if "slow" not in answer:
+                for i, reward in zip(inputs, answer["rewards"], strict=True):
+                    rewards[i][number] = reward
+        return [self._sum(values) for values in rewards]
 
     def begin(self, names: Sequence[Name], prompts: Sequence[Prompt]) -> list[Turn]:
         """Begin the episodes of samples, and return the first turn of each: messages, perhaps none.
@@ -159,11 +165,13 @@ class Rewards:
         Raises:
             UserError: an episode raises when it is closed.
         """
-        found = [(_key(name), self._episodes.pop(name)) for name in names if name in self._episodes]
-        live = [(key, episode) for key, episode in found if self._processes.is_live(episode.place)]
-        answers = self._processes.run([Call({"drop": [key]}, self._seconds, episode.place) for key, episode in live])
-        for (_, episode), answer in zip(live, answers, strict=True):
-            self._succeeded(answer, 0, [episode.about])
+        dropped = [(_key(name), self._episodes.pop(name)) for name in names if name in self._episodes]
+        live = [(key, episode) for key, episode in dropped if self._processes.is_live(episode.place)]
+        self._run(
+            [{"drop": [key]} for key, _ in live],
+            [[episode.about] for _, episode in live],
+            [episode.place for _, episode in live],
+        )
 
     def close(self) -> None:
         """End the processes."""
@@ -171,59 +179,51 @@ class Rewards:
         self._processes.close()
 
     def _turns(self, names: Sequence[Name]) -> list[Turn]:
-        calls = []
-        for name in names:
-            episode = self._episodes[name]
-            request = {"episode": _key(name), "record": episode.record, "answers": episode.answers}
-            calls.append(Call(request, self._seconds, episode.place))
+        episodes = [self._episodes[name] for name in names]
+        requests = [
+            {"episode": _key(name), "record": episode.record, "answers": episode.answers}
+            for name, episode in zip(names, episodes, strict=True)
+        ]
+        about, places = [[episode.about] for episode in episodes], [episode.place for episode in episodes]
         turns: list[Turn] = []
-        for name, answer in zip(names, self._processes.run(calls), strict=True):
-            answer = self._succeeded(answer, 0, [self._episodes[name].about])
-            if "messages" in answer.content:
-                turns.append(answer.content["messages"])
+        for name, answer in zip(names, self._run(requests, about, places), strict=True):
+            if "messages" in answer:
+                turns.append(answer["messages"])
             else:
                 del self._episodes[name]
-                turns.append(Reward(0.0, slow=True) if answer.slow else self._sum([answer.content["rewards"][0]]))
+                turns.append(self._sum([None if "slow" in answer else answer["rewards"][0]]))
         return turns
-
-    def _score(self, asked: Sequence[tuple[Sample, Mapping[str, Any], str]]) -> list[Reward]:
-        """Return the reward of each (sample, record, where)."""
-        forms, everything = self._processes.load(), range(len(asked))
-        # (function, samples) of each call. Lists first: they take the longest.
-        plan = [(number, everything) for number, form in enumerate(forms) if form in LISTS and asked]
-        plan += [(n, range(i, i + 1)) for i in everything for n, form in enumerate(forms) if form not in LISTS]
-        calls = []
-        for number, which in plan:
-            inputs = [(asked[i][1], vars(asked[i][0])) for i in which]
-            calls.append(Call({"function": number, "inputs": inputs}, self._seconds))
-        found: list[list[Any]] = [[None] * len(forms) for _ in asked]  # None: too slow
-        for (number, which), answer in zip(plan, self._processes.run(calls), strict=True):
-            answer = self._succeeded(answer, number, [_about(asked[i][2], *asked[i][0].name) for i in which])
-            for i, reward in zip(which, answer.content.get("rewards", []), strict=not answer.slow):
-                found[i][number] = reward
-        return [self._sum(rewards) for rewards in found]
 
     def _sum(self, rewards: Sequence[tuple[float, dict[str, float]] | None]) -> Reward:
         if None in rewards:
             return Reward(0.0, slow=True)
-        found = [each for each in rewards if each is not None]
-        total = sum(weight * reward for weight, (reward, _) in zip(self._weights, found, strict=True))
-        if len(found) == 1:
-            return Reward(total, found[0][1])
+        values = [reward for reward in rewards if reward is not None]
+        total = sum(weight * value for weight, (value, _) in zip(self._weights, values, strict=True))
+        if len(values) == 1:
+            return Reward(total, values[0][1])
         parts: dict[str, float] = {}
-        for label, (reward, own) in zip(self._labels, found, strict=True):
-            parts |= {label: reward, **{f"{label}.{name}": part for name, part in own.items()}}
+        for label, (value, of_function) in zip(self._labels, values, strict=True):
+            parts |= {label: value, **{f"{label}.{name}": part for name, part in of_function.items()}}
         return Reward(total, parts)
 
-    def _succeeded(self, answer: Answer | None, function: int, about: Sequence[str]) -> Answer:
-        """Return an answer that is no failure; else raise what it says about the function and its samples."""
-        assert answer is not None, "an earlier call failed, and raises first"
-        if not answer.failed:
-            return answer
-        at = answer.content.get("at")
-        which = about[at or 0] if at is not None or len(about) == 1 else f"{len(about)} samples, from {about[0]} on"
-        problem = f"its process {answer.ended}" if answer.ended else answer.content["error"]
-        raise UserError(f"reward.function: {self._functions[function]} failed for {which}: {problem}; correct it")
+    def _run(
+        self,
+        requests: Sequence[Message],
+        about: Sequence[Sequence[str]],  # of each request, its samples in words
+        places: Sequence[int] | None = None,
+    ) -> list[Message]:
+        """Return the answers to requests. Raises `UserError` with what the first failure says."""
+        answers: list[Message] = []
+        for request, samples, answer in zip(requests, about, self._processes.run(requests, places), strict=True):
+            assert answer is not None, "an earlier request failed, and raises first"
+            if "error" in answer:
+                at = answer.get("at")
+                is_one = at is not None or len(samples) == 1
+                which = samples[at or 0] if is_one else f"{len(samples)} samples, from {samples[0]} on"
+                function = self._functions[request.get("function", 0)]
+                raise UserError(f"reward.function: {function} failed for {which}: {answer['error']}; correct it")
+            answers.append(answer)
+        return answers
 
 
 class CalledReward:
@@ -241,13 +241,14 @@ class CalledReward:
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Reward]:
         """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
         result = []
-        groups = [range(len(samples))] if self.whole else [range(i, i + 1) for i in range(len(samples))]
-        for places in groups:
-            value = self._function.on([dict(prompts[i].record) for i in places], [samples[i] for i in places])
+        size = max(1, len(samples)) if self.whole else 1
+        for at in range(0, len(samples), size):
+            some = samples[at : at + size]
+            value = self._function.on([dict(prompt.record) for prompt in prompts[at : at + size]], list(some))
             try:
-                result += [Reward(*each) for each in rewards_of(value, self._function, len(places))]
+                result += [Reward(*reward) for reward in rewards_of(value, self._function, len(some))]
             except Wrong as error:
-                about = _about(prompts[places[0]].where, *samples[places[0]].name)
+                about = _about(prompts[at].where, *some[0].name)
                 raise ValueError(f"{self._name} failed for {about}: {error}") from None
         return result
 

@@ -14,14 +14,13 @@ Used in the worker's process alone, which nothing here makes import torch.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,18 +33,15 @@ from trueshard.train.rl.samples import Sample
 Form = Literal["one", "list", "sequential", "batch", "episode"]
 LISTS = ("list", "batch")
 """Forms that are called with all samples at once."""
-BUILT_IN = {"maths": "trueshard.train.rl.reward_maths"}
-"""Functions without a file → their module."""
-PACKAGES = {"maths": "math-verify"}
-"""Built-in function → the package that it needs."""
-_POSITIONAL = {
+_POSITIONAL: dict[Form, tuple[str, ...]] = {
     "one": ("completion", "record", "sample"),
     "list": ("completions", "records", "samples"),
     "sequential": ("reward_input",),
     "batch": ("reward_inputs",),
     "episode": ("record",),
 }
-_SAMPLES_OF = {"reward_input": "sequential", "reward_inputs": "batch"}
+_LATEX = ("$", "\\boxed", "\\(", "\\[")
+"""Marks of text in which LaTeX is set off already."""
 
 
 class Wrong(Exception):
@@ -83,7 +79,7 @@ class Function:
         try:
             yield
         except BaseException as error:
-            raise Wrong(_told(error, self.folder)) from error
+            raise Wrong(_explanation(error, self.folder)) from error
 
 
 def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
@@ -95,44 +91,52 @@ def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
 # Finding one
 
 
+def maths(completion: str, record: Mapping[str, Any], sample: Sample) -> float:
+    """Return 1.0 if the last expression of ``completion`` equals ``record["answer"]`` as mathematics, else 0.0.
+
+    Raises `ValueError` if the record's answer is no expression.
+    """
+    from math_verify import parse, verify
+
+    answer = str(record["answer"])
+    wanted = parse(answer if any(mark in answer for mark in _LATEX) else f"${answer}$")
+    if not wanted:
+        raise ValueError(f"the record's answer {answer[:60]!r} is no mathematical expression")
+    return float(verify(wanted, parse(completion)))
+
+
 def load(words: str, arguments: dict[str, Any]) -> Function:
-    """Import "file.py:function", or a built-in word, and return the function. Raises `Wrong`, which names it."""
-    call, folder = find(words, BUILT_IN)
+    """Import "file.py:function", or take "maths", and return the function. Raises `Wrong`, which names it."""
+    if words == "maths":
+        if importlib.util.find_spec("math_verify") is None:
+            raise Wrong("maths needs math_verify, which is not installed; pip install math-verify")
+        return Function(maths, "one", arguments, None)
+    call, folder = find(words, ("maths",))
     form = form_of(call, words.rpartition(":")[2])
     _check_signature(call, form, arguments, words)
     return Function(call, form, arguments, folder)
 
 
-def find(words: str, built_in: Mapping[str, str]) -> tuple[Callable[..., Any], Path | None]:
-    """Return the function of "file.py:function" and its folder, or of a ``built_in`` word. Raises `Wrong`."""
+def find(words: str, built_in: Sequence[str] = ()) -> tuple[Callable[..., Any], Path]:
+    """Return the function of "file.py:function" and its folder. Raises `Wrong`, which names ``built_in`` words too."""
     path, _, name = words.rpartition(":")
-    if not path and name in built_in:
-        module, folder = _imported(words, lambda: importlib.import_module(built_in[name]), None), None
-    elif not path or not name:
-        near = nearest(words, built_in)
-        words_known = f", or a word: {', '.join(built_in)}" if built_in else ""
-        raise Wrong(f'{words!r} names no function; write "file.py:function"{words_known}.{near}')
-    else:
-        file = Path(path).expanduser().resolve()
-        if not file.is_file():
-            near = nearest(file.name, [each.name for each in file.parent.glob("*.py")])
-            raise Wrong(f"there is no file {path!r}; correct the path.{near}")
-        module, folder = _imported(words, lambda: _module(file), file.parent), file.parent
+    if not path or not name:
+        or_word = f", or a word: {', '.join(built_in)}" if built_in else ""
+        raise Wrong(f'{words!r} names no function; write "file.py:function"{or_word}.{nearest(words, built_in)}')
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        near = nearest(file.name, [other.name for other in file.parent.glob("*.py")])
+        raise Wrong(f"there is no file {path!r}; correct the path.{near}")
+    try:
+        module = _module(file)
+    except BaseException as error:
+        raise Wrong(f"{words} cannot be imported: {_explanation(error, file.parent)}; correct it") from error
     call = getattr(module, name, None)
     if not callable(call):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         near = nearest(name, known) or (f" It has {', '.join(known)}." if known else "")
-        raise Wrong(f"{Path(path).name} has no function {name!r}; name one that it has.{near}")
-    return call, folder
-
-
-def _imported(words: str, make: Callable[[], ModuleType], folder: Path | None) -> ModuleType:
-    try:
-        return make()
-    except BaseException as error:
-        if folder is None and isinstance(error, ModuleNotFoundError):
-            raise Wrong(f"{words} needs {error.name}, which is not installed; pip install {PACKAGES[words]}") from error
-        raise Wrong(f"{words} cannot be imported: {_told(error, folder)}; correct it") from error
+        raise Wrong(f"{file.name} has no function {name!r}; name one that it has.{near}")
+    return call, file.parent
 
 
 def _module(file: Path) -> ModuleType:
@@ -144,10 +148,10 @@ def _module(file: Path) -> ModuleType:
         if getattr(module, "__file__", None) == str(file):
             return module
     if str(file.parent) not in sys.path:
-        installed = (i for i, each in enumerate(sys.path) if each.endswith(("site-packages", "dist-packages")))
+        installed = (i for i, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
         sys.path.insert(next(installed, len(sys.path)), str(file.parent))
-    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
-    name = f"reward_{len(sys.modules)}_{file.stem}" if taken else file.stem
+    is_taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    name = f"reward_{len(sys.modules)}_{file.stem}" if is_taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file.name} is no Python file")
@@ -162,8 +166,8 @@ def form_of(call: Callable[..., Any], name: str) -> Form:
         return "episode"
     with contextlib.suppress(TypeError, ValueError):  # compiled code without a signature
         first = next(iter(inspect.signature(call).parameters), "")
-        if first in _SAMPLES_OF:
-            return _SAMPLES_OF[first]  # type: ignore[return-value]
+        if first in ("reward_input", "reward_inputs"):
+            return "sequential" if first == "reward_input" else "batch"
     return "list" if name == "scores" else "one"
 
 
@@ -178,8 +182,8 @@ def _check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, 
     try:
         signature.bind(*_POSITIONAL[form], **arguments)
     except TypeError as error:
-        wanted = ", ".join((*_POSITIONAL[form], *(f"{key}=…" for key in arguments)))
-        raise Wrong(f"{words} is called with ({wanted}), and has {signature}: {error}; see reward.arguments") from None
+        expected = ", ".join((*_POSITIONAL[form], *(f"{key}=…" for key in arguments)))
+        raise Wrong(f"{words} is called with ({expected}), and has {signature}: {error}; see reward.arguments") from None
 
 
 # What it returns, or raises
@@ -194,9 +198,9 @@ def rewards_of(value: Any, function: Function, samples: int) -> list[tuple[float
     if len(value) != samples:
         raise Wrong(f"it returned {len(value)} rewards for {samples} samples")
     result = []
-    for number, each in enumerate(value):
+    for number, reward in enumerate(value):
         try:
-            result.append(reward_of(each, function))
+            result.append(reward_of(reward, function))
         except Wrong as error:
             raise Wrong(str(error), at=number) from None
     return result
@@ -249,10 +253,10 @@ def _short(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _told(error: BaseException, folder: Path | None) -> str:
+def _explanation(error: BaseException, folder: Path | None) -> str:
     """Return an error in one line, after the user's line that it came from: "rewards.py:12: KeyError: 'a'"."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if folder == Path(frame.filename).parent]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {with_kind(error)}" if own else with_kind(error)
+    last = next((frame for frame in reversed(frames) if Path(frame.filename).parent == folder), None)
+    return f"{Path(last.filename).name}:{last.lineno}: {with_kind(error)}" if last else with_kind(error)

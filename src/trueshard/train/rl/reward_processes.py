@@ -1,78 +1,65 @@
-"""The processes of the reward functions, and the calls that are given to them.
+"""The processes in which reward functions run: the pool that calls them, and the program of a process.
 
 - A process is started when there is a call for it, and again after it was killed. Each is a session of its own: what a
   function starts ends with it, and a Ctrl-C reaches this process alone.
-- A process works on one call at a time. One that takes longer than its limit is killed, with its process. Where calls
-  are quick, the next ones are sent ahead, so that no process waits for its next call; after a kill they are sent again.
-- Answers are in the order of calls. After a call that failed, no later one is sent, and every earlier one is
-  finished: so the first failure does not depend on the number of processes.
-- They end at ``close``, with this process, and, if this process is killed, by the end of their stdin.
+- A process works on one call at a time. One that takes longer than its limit is killed, with its process.
+- Answers are in the order of requests. After one that failed, no later one is begun, and every earlier one is finished:
+  so the first failure does not depend on the number of processes.
+- Processes end at ``close``, with this process, and, if this process is killed, when their connection closes.
+
+Messages are JSON; a record may hold anything, and pickle would import for it what a reward has no need of, torch too.
+The first message to a process is [functions, arguments], answered by ``{"forms"}``. Requests, and their answers:
+
+- ``{"function", "inputs": [[record, sample], …]}``: call a function; ``{"rewards": [[reward, parts], …]}``;
+- ``{"episode", "record", "answers"}``: take an episode to its next turn; ``{"messages"}``, or ``{"rewards"}`` of one. An
+  episode that is not live in the process is begun and given all its answers again;
+- ``{"drop": [episode, …]}``: close episodes; ``{}``.
+
+An answer ``{"error", "at"}`` says what went wrong, and for which of the inputs (null: for all); ``{"slow"}`` that a call
+took too long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
-import math
 import os
+import random
 import select
 import signal
 import subprocess
+import sys
+import threading
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.launching import how, python_command
+from trueshard.train.rl.reward_functions import Function, Wrong, load, messages_of, reward_of, rewards_of
+from trueshard.train.rl.samples import Sample
+
+Message = dict[str, Any]
+Episode = Generator[Any, str | None, Any]
 
 LOADING = 600.0
 """Seconds that a process has to import the files of its functions."""
-AHEAD_SECONDS = 0.02
-"""Work, in seconds, that is sent to a process ahead."""
-AHEAD_CALLS = 128
-"""Calls on their way to a process, at most."""
-_END = 1.0
-"""Seconds that idle processes have to end by themselves."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request to a process; see ``reward_worker``."""
-
-    request: dict[str, Any]
-    seconds: float
-    """Time limit."""
-    place: int | None = None
-    """Number of the process; None: whichever is free."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The end of a call."""
-
-    content: dict[str, Any] = field(default_factory=dict)
-    """The process's answer."""
-    slow: bool = False
-    """True if it was killed at its time limit."""
-    ended: str = ""
-    """End of the process in words, if it ended by itself: "was ended by SIGSEGV"."""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.ended) or "error" in self.content
+_GRACE = 1.0
+"""Seconds that an idle process has to end by itself, and that a function may go on after the caller has gone."""
 
 
 class Processes:
-    """Pool of at most ``count`` processes with the same functions."""
+    """Pool of at most ``count`` processes with the same functions; ``seconds``: the time limit of a call."""
 
-    def __init__(self, count: int, functions: Sequence[str], arguments: dict[str, Any]) -> None:
-        self.forms: list[str] = []
-        """Form of each function; empty until one process has loaded them."""
-        self._settings = {"functions": list(functions), "arguments": arguments}
-        self._processes: list[_Process | None] = [None] * count
+    def __init__(self, count: int, functions: Sequence[str], arguments: dict[str, Any], seconds: float) -> None:
+        self._processes = [_Process(functions, arguments, seconds) for _ in range(count)]
         weakref.finalize(self, _end, self._processes, os.getpid())
 
     def __len__(self) -> int:
@@ -80,252 +67,169 @@ class Processes:
 
     def is_live(self, place: int) -> bool:
         """True if the process has been started, and not been killed."""
-        return self._processes[place] is not None
+        return self._processes[place].is_live
 
     def load(self) -> list[str]:
         """Return the form of each function. Raises `UserError` if one cannot be loaded."""
-        if not self.forms:
-            self.run([Call({"drop": []}, LOADING)])
-        return self.forms
+        first = self._processes[0]
+        if not first.forms:
+            first.start()
+        return first.forms
 
-    def run(self, calls: Sequence[Call]) -> list[Answer | None]:
-        """Return the answers to calls, up to the first that failed; later ones may be None.
+    def run(self, requests: Sequence[Message], places: Sequence[int] | None = None) -> list[Message | None]:
+        """Return the answers to requests, up to the first that failed; later ones may be None.
 
-        Raises:
-            UserError: a function cannot be loaded.
+        ``places``: the number of the process for each; None: whichever is free. Raises `UserError` if a function cannot
+        be loaded.
         """
-        answers: list[Answer | None] = [None] * len(calls)
-        anywhere = deque(number for number, call in enumerate(calls) if call.place is None)
-        own = [deque(i for i, call in enumerate(calls) if call.place == place) for place in range(len(self))]
-        busy: dict[int, _Running] = {}  # by place
-        end = len(calls)
-        try:
-            while True:
-                for place in range(len(self)):
-                    queue = own[place] or anywhere
-                    room = self._room(place, busy, len(queue))
-                    if given := [queue.popleft() for _ in range(min(room, len(queue))) if queue[0] < end]:
-                        self._give(place, given, calls, busy)
-                if not busy:
-                    return answers
-                for place in self._wait(busy):
-                    running = busy[place]
-                    for number, answer in self._advanced(place, running, calls):
-                        answers[number] = answer
-                        end = min(end, number) if answer.failed else end
-                    if end < len(calls) and all(number > end for number, _ in running.sent):
-                        self._kill(place)  # what it works on is not wanted any more
-                    if self._processes[place] is not running.process:  # killed
-                        for number, _ in reversed(running.sent):
-                            (anywhere if calls[number].place is None else own[place]).appendleft(number)
-                    elif running.sent:
-                        continue
-                    del busy[place]
-        finally:  # after an exception, such as a Ctrl-C: what is on its way belongs to no later call
-            for place in busy:
-                self._kill(place)
+        answers: list[Message | None] = [None] * len(requests)
+        anywhere = deque(range(len(requests)) if places is None else ())
+        failed: list[int] = []
 
-    def _room(self, place: int, busy: dict[int, _Running], waiting: int) -> int:
-        """Return how many of the calls that wait to give to a process now."""
-        if place in busy:
-            return busy[place].room(waiting)
-        process = self._processes[place]
-        return 1 if process is None else max(1, _Running(process, share=len(self)).room(waiting))
+        def work(place: int) -> None:
+            queue = anywhere if places is None else deque(i for i, chosen in enumerate(places) if chosen == place)
+            while True:
+                try:
+                    number = queue.popleft()
+                except IndexError:
+                    return
+                if any(number > other for other in failed):
+                    return
+                answers[number] = answer = self._processes[place].call(requests[number])
+                if "error" in answer:
+                    failed.append(number)
+
+        with ThreadPoolExecutor(len(self)) as threads:
+            futures = [threads.submit(work, place) for place in range(len(self))]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:  # such as a Ctrl-C: what is on its way belongs to no later call
+                failed.append(-1)
+                for process in self._processes:
+                    process.kill()
+                raise
+        return answers
 
     def close(self) -> None:
         """End all processes."""
         _end(self._processes, os.getpid())
 
-    def _give(self, place: int, numbers: list[int], calls: Sequence[Call], busy: dict[int, _Running]) -> None:
-        """Send calls to a process, which is started if there is none."""
-        running, process = busy.get(place), self._processes[place]
-        if running is None:
-            if process is not None and process.has_ended():  # between two calls
-                self._kill(place)
-                process = None
-            running = busy[place] = _Running(process or _Process(), share=len(self))
-            if process is None:
-                self._processes[place] = running.process
-                running.process.send([self._settings], time.monotonic() + LOADING)
-                running.loads, running.deadline = True, time.monotonic() + LOADING
-        if running.loads:
-            running.sent += [(number, 0.0) for number in numbers]
-        else:
-            running.send(numbers, calls)
-
-    def _advanced(self, place: int, running: _Running, calls: Sequence[Call]) -> list[tuple[int, Answer]]:
-        """Return the calls of a process that are answered, ended or late, in their order."""
-        process, result = running.process, []
-        for content in process.receive():
-            if not running.loads:
-                result.append((running.answered(), Answer(content)))
-            elif "error" in content:
-                raise UserError(f"reward.function: {content['error']}")
-            else:
-                self.forms, running.loads = content["forms"], False
-                numbers = [number for number, _ in running.sent]
-                running.sent.clear()
-                running.send(numbers, calls)
-        is_late = bool(running.sent) and time.monotonic() >= running.deadline
-        if process.is_closed or (is_late and not result):
-            by_itself = process.is_closed or process.has_ended()
-            code = self._kill(place)
-            memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-            lost = self._lost(running, f"{how(code)}{memory}" if by_itself else "")
-            if running.sent:
-                result.append((running.sent.popleft()[0], lost))
-        return result
-
-    def _lost(self, running: _Running, ended: str) -> Answer:
-        if running.loads:
-            names = ", ".join(self._settings["functions"])
-            what = f"their process {ended}" if ended else f"they took longer than {LOADING:g} s"
-            raise UserError(f"reward.function: {names}: {what} when the files were imported; correct them")
-        return Answer(ended=ended, slow=not ended)
-
-    def _wait(self, busy: dict[int, _Running]) -> list[int]:
-        """Wait; return the places of calls that are ready, ended or late."""
-        poll, by_descriptor = select.poll(), {}
-        for place, running in busy.items():
-            by_descriptor[running.process.descriptor] = place
-            poll.register(running.process.descriptor, select.POLLIN)
-        left = min(running.deadline for running in busy.values()) - time.monotonic()
-        ready = {by_descriptor[descriptor] for descriptor, _ in poll.poll(max(0, int(left * 1000) + 1))}
-        now = time.monotonic()
-        return [place for place, running in busy.items() if place in ready or running.deadline <= now]
-
-    def _kill(self, place: int) -> int:
-        """End a process at once; return its exit code."""
-        process, self._processes[place] = self._processes[place], None
-        return process.end(0.0) if process is not None else 0
-
-
-@dataclass
-class _Running:
-    """A process that works, and the calls on their way to it."""
-
-    process: _Process
-    share: int
-    """Processes that share the calls."""
-    sent: deque[tuple[int, float]] = field(default_factory=deque)
-    """Number and time limit of each call; the first is the one that it works on."""
-    deadline: float = 0.0
-    """Deadline of the first call in ``sent``, on ``time.monotonic``'s clock."""
-    loads: bool = False
-    """True while the process imports the functions; calls are sent after it."""
-    _since: float = 0.0
-
-    def room(self, waiting: int) -> int:
-        """Return how many calls to send ahead, of so many that wait; many at a time."""
-        most = min(AHEAD_CALLS, int(AHEAD_SECONDS / max(self.process.last, 1e-9)), -(-waiting // self.share))
-        return max(0, most - len(self.sent)) if not self.loads and len(self.sent) <= most // 2 else 0
-
-    def send(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
-        """Send calls."""
-        limits = [calls[number].seconds * self.process.turns(calls[number].request) for number in numbers]
-        now = time.monotonic()
-        if not self.sent:
-            self._since, self.deadline = now, now + limits[0]
-        self.sent += zip(numbers, limits, strict=True)
-        requests = [{**calls[i].request, "seconds": limit} for i, limit in zip(numbers, limits, strict=True)]
-        self.process.send(requests, max(self.deadline, now + limits[0]))
-
-    def answered(self) -> int:
-        """Return the number of the call that was answered; the next begins."""
-        now = time.monotonic()
-        number, _ = self.sent.popleft()
-        self.process.last, self._since = now - self._since, now
-        if self.sent:
-            self.deadline = now + self.sent[0][1]
-        return number
-
 
 class _Process:
-    """A process and the pipes to it."""
+    """A process of the pool, started when it is first called, and the connection to it."""
 
-    def __init__(self) -> None:
-        # Sets of strings have the same order in each process, and in each run.
-        environment = {"PYTHONHASHSEED": "0", **os.environ}
-        self._process = subprocess.Popen(
-            python_command("from trueshard.train.rl.reward_worker import main; main()"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self.descriptor = self._stdout.fileno()
-        self.last = math.inf
-        """Seconds that its last answer took."""
-        self.is_closed = False
-        """True if it closed its end, as it does when it ends."""
-        self._received = bytearray()
+    def __init__(self, functions: Sequence[str], arguments: dict[str, Any], seconds: float) -> None:
+        self._functions, self._arguments, self._seconds = list(functions), arguments, seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
         self._episodes: set[str] = set()
-        for stream in (self._stdin, self._stdout):
-            os.set_blocking(stream.fileno(), False)
+        """Episodes that this process has begun."""
+        self.forms: list[str] = []
+        """Form of each function, once they have been loaded."""
 
-    def turns(self, request: dict[str, Any]) -> int:
-        """Return 1; of an episode that this process has not begun, the number of turns that it will play again."""
-        name = request.get("episode")
-        if name is None or name in self._episodes:
-            return 1
-        self._episodes.add(name)
-        return len(request["answers"]) + 1
+    @property
+    def is_live(self) -> bool:
+        return self._process is not None
 
-    def send(self, requests: Sequence[dict[str, Any]], deadline: float) -> None:
-        """Send requests; what is not taken until the deadline, or by a process that has ended, is dropped."""
-        left = memoryview(json.dumps(requests, default=plain, skipkeys=True).encode() + b"\n")
-        poll = select.poll()
-        poll.register(self._stdin, select.POLLOUT)
-        with contextlib.suppress(BrokenPipeError):
-            while left and poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                left = left[os.write(self._stdin.fileno(), left) :]
+    def start(self) -> None:
+        """Start the process, unless it runs. Raises `UserError` if a function cannot be loaded."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.end()  # one that ended between two calls
+        self._connection, theirs = Pipe()
+        with theirs:
+            # Not by multiprocessing, whose spawn imports __main__, and with it torch.
+            command = python_command(f"from {__name__} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
+            # Sets of strings have the same order in each process. Functions print to stderr, and at once: what is
+            # killed shows what it printed.
+            environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            answer = self._exchange([self._functions, self._arguments], LOADING)
+        except BaseException:
+            self.kill()
+            raise
+        if "forms" in answer:
+            self.forms = answer["forms"]
+            return
+        names = ", ".join(self._functions)
+        if "slow" in answer:
+            raise UserError(f"reward.function: {names}: their process took longer than {LOADING:g} s to import the files")
+        if "ended" in answer:
+            raise UserError(
+                f"reward.function: {names}: their process {answer['ended']} when the files were imported; correct them"
+            )
+        self.end()
+        raise UserError(f"reward.function: {answer['error']}")
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the answers that are there as a whole."""
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self.descriptor, 1 << 20):
-                self._received += piece
-            self.is_closed = True
-        *lines, rest = self._received.split(b"\n")
-        self._received = rest
-        return [json.loads(line) for line in lines]
+    def call(self, request: Message) -> Message:
+        """Return the answer to a request. Raises `UserError` if a function cannot be loaded."""
+        self.start()
+        seconds, episode = self._seconds, request.get("episode")
+        if episode is not None and episode not in self._episodes:
+            self._episodes.add(episode)
+            seconds *= len(request["answers"]) + 1  # it is played again from its beginning
+        answer = self._exchange({**request, "seconds": seconds}, seconds)
+        return {"error": f"its process {answer['ended']}"} if "ended" in answer else answer
 
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+    def _exchange(self, message: Any, seconds: float) -> Message:
+        """Return the answer to a message; ``{"slow"}`` or ``{"ended": words}`` of a process that is no more."""
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(json.dumps(message, default=_plain, skipkeys=True).encode())
+            if not self._connection.poll(seconds):
+                self.end()
+                return {"slow": True}
+            answer: Message = json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            code = self.end(_GRACE)
+            memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
+            return {"ended": f"{how(code)}{memory}"}
+        return answer
 
-    def close(self) -> None:
-        """Ask it to end, which it does when it is idle."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
+    def kill(self) -> None:
+        """Kill the process; a thread that waits for it sees it end."""
+        process = self._process  # another thread may end it meanwhile
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def end(self, grace: float) -> int:
+    def hang_up(self) -> None:
+        """Close the connection, whereupon an idle process ends."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def end(self, grace: float = 0.0) -> int:
         """Return the exit code; after ``grace`` seconds it is killed, and what it started is in any case."""
-        self.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END if self.is_closed else grace)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._stdout.close()
-        return self._process.wait()
+        self.hang_up()
+        code = 0
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace)
+            self.kill()
+            code = self._process.wait()
+        self._process, self._connection, self._episodes = None, None, set()
+        return code
 
 
-def _end(processes: list[_Process | None], owner: int) -> None:
+def _end(processes: Sequence[_Process], owner: int) -> None:
     """End processes; in a fork of their owner, leave them."""
-    if os.getpid() != owner:
-        return
-    live = [process for process in processes if process is not None]
-    processes[:] = [None] * len(processes)
-    deadline = time.monotonic() + _END
-    for process in live:
-        process.close()
-    for process in live:
-        process.end(max(0.0, deadline - time.monotonic()))
+    if os.getpid() == owner:
+        for process in processes:
+            process.hang_up()
+        for process in processes:
+            process.end(_GRACE)
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return what JSON has for a value that it has not: numbers and lists of numpy, ISO dates, and else a note.
 
     Bytes of an image, and whatever else a record may hold, are not sent: the note says so.
@@ -334,3 +238,119 @@ def plain(value: Any) -> Any:
         if hasattr(value, method):
             return getattr(value, method)()
     return f"<{type(value).__name__}: not sent to a reward>"
+
+
+# The program of a process. Neither torch nor transformers is imported.
+
+
+def serve(descriptor: int) -> None:
+    """Answer one caller until it closes its end of the connection."""
+    connection = Connection(descriptor)
+    threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
+
+    def reply(answer: Message) -> None:
+        connection.send_bytes(json.dumps(answer).encode())
+
+    with contextlib.suppress(EOFError, ConnectionError):
+        functions, arguments = json.loads(connection.recv_bytes())
+        try:
+            worker = _Worker([load(words, arguments) for words in functions])
+        except Wrong as error:
+            reply({"error": str(error)})
+            return
+        reply({"forms": [function.form for function in worker.functions]})
+        while True:
+            request = json.loads(connection.recv_bytes())
+            # The caller ends what is slow. This is for the case that it has gone, and a function never lets go of
+            # Python's lock, as a regular expression that backtracks does: no thread of Python runs then.
+            faulthandler.dump_traceback_later(2 * request["seconds"] + _GRACE, exit=True, file=2)
+            answer = worker.answer(request)
+            faulthandler.cancel_dump_traceback_later()
+            reply(answer)
+
+
+def _watch(descriptor: int) -> None:
+    """End the process, whatever it does, when the caller has gone."""
+    gone = select.poll()
+    gone.register(descriptor, 0)  # the other end's closing is always reported
+    gone.poll()
+    time.sleep(_GRACE)  # in which a process that waits for requests ends by itself
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+class _Worker:
+    """The functions, and the episodes that are live."""
+
+    def __init__(self, functions: list[Function]) -> None:
+        self.functions = functions
+        self._episodes: dict[str, tuple[Episode, int]] = {}  # with the number of answers that it got
+
+    def answer(self, request: Message) -> Message:
+        """Return the answer to a request."""
+        try:
+            if "drop" in request:
+                for name in request["drop"]:
+                    self._close(name)
+                return {}
+            if "episode" in request:
+                return self._turn(request["episode"], request["record"], request["answers"])
+            return {"rewards": self._call(request["function"], request["inputs"])}
+        except Wrong as error:
+            return {"error": str(error), "at": error.at}
+
+    def _call(self, number: int, inputs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+        function = self.functions[number]
+        records = [record for record, _ in inputs]
+        samples = [Sample(**fields) for _, fields in inputs]
+        _seed(number, *samples[0].name)
+        with function.explained():
+            value = function.on(records, samples)
+        return rewards_of(value, function, len(samples))
+
+    def _turn(self, name: str, record: dict[str, Any], answers: list[str]) -> Message:
+        """Give an episode the answers that it has not got; all of them and a new beginning if it is not live."""
+        function = self.functions[0]
+        if not answers:
+            self._close(name)
+        episode, received = self._episodes.pop(name, (None, -1))
+        with function.explained():
+            episode = episode or function.call(record, **function.arguments)
+        value, ended = None, False
+        for number, answer in list(enumerate([None, *answers]))[received + 1 :]:
+            if ended:
+                raise Wrong(
+                    f"it ended after {number - 1} answers when it was repeated in a new process, and had not before; "
+                    "it must depend on the record and on the answers alone"
+                )
+            _seed(name, number)
+            with function.explained():
+                value, ended = _advance(episode, answer)
+        if ended and not answers:
+            raise Wrong("it returned before it yielded; an episode asks the model at least once")
+        if ended:
+            return {"rewards": [reward_of(value, function)]}
+        messages = messages_of(value)
+        self._episodes[name] = episode, len(answers)
+        return {"messages": messages}
+
+    def _close(self, name: str) -> None:
+        episode, _ = self._episodes.pop(name, (None, 0))
+        if episode is not None:
+            with self.functions[0].explained():
+                episode.close()
+
+
+def _advance(episode: Episode, answer: str | None) -> tuple[Any, bool]:
+    """Return what an episode yields next and False, or what it returns and True."""
+    try:
+        return episode.send(answer), False
+    except StopIteration as end:
+        return end.value, True
+
+
+def _seed(*name: object) -> None:
+    """Make the random numbers of a call follow from its name, and not from the process."""
+    text = "/".join(map(str, name))
+    random.seed(text)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(zlib.crc32(text.encode()))
