@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import trueshard
+from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
-from trueshard.train.rl.engine import log_probabilities, probe_bound
-from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine
 
-PROBES = [[5, 6, 7, 8, 9, 40, 41, 42], [100, 20, 30, 3]]
 TEXT = "the quick brown fox jumps over the lazy dog 0123456789. " * 20
 
 
@@ -42,13 +39,6 @@ def with_adapter() -> tuple[Any, Any]:
     return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)), tokenizer
 
 
-def engine_of(model: Any, tokenizer: Any, folder: Path, url: str, **more: Any) -> VLLMEngine:
-    section = RolloutSection(engine="vllm", url=url, **{"batch": 4, "timeout": 30, **more})
-    score = functools.partial(log_probabilities, model, PolicyLoss())
-    ends = [tokenizer.eos_token_id]
-    return VLLMEngine(section, model, tokenizer, ends, folder, PROBES, probe_bound(torch.float32), score)
-
-
 def change(model: Any, by: float) -> None:
     """What a step of an optimizer does: every trainable parameter becomes another."""
     with torch.no_grad():
@@ -69,7 +59,8 @@ def made(folder: str, url: str, build: Any = tiny, **more: Any) -> tuple[Any, VL
     """A sharded model, and its engine."""
     model, tokenizer = build()
     trueshard.shard(model)
-    return model, engine_of(model, tokenizer, Path(folder), url, **more)
+    section = RolloutSection(engine="vllm", url=url, **{"batch": 4, "timeout": 30, **more})
+    return model, VLLMEngine(section, model, PromptEncoder(tokenizer), Path(folder))
 
 
 def answers(rank: int, world_size: int, folder: str, url: str, limit: float = 30) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class EngineKind:
 
 ENGINES = {
     "transformers": EngineKind("trueshard.train.rl.engine:build", is_server=False),
-    "vllm": EngineKind("trueshard.train.rl.vllm:build", is_server=True),
+    "vllm": EngineKind("trueshard.train.rl.vllm:VLLMEngine", is_server=True),
 }
 """``rollout.engine`` → its kind."""
 

@@ -33,7 +33,6 @@ from trueshard.train.data.order import draws
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import ENGINES, RolloutSection
-from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.samples import Answer, Engine, Request, Sampling
 from trueshard.train.rl.token_sampling import Draw, EndOfAnswers
@@ -217,18 +216,6 @@ def probes(vocabulary: int) -> list[list[int]]:
     """Return a few texts of any tokens, by which an engine's weights are known."""
     tokens = draws(0, vocabulary)
     return [list(itertools.islice(tokens, 16)) for _ in range(4)]
-
-
-@torch.no_grad()
-def log_probabilities(model: nn.Module, loss: PolicyLoss, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the model's log-probabilities of the tokens of ``texts``, from the second on. Collective."""
-    device = device_of(sharded(model).mesh)
-    result = []
-    for text in texts:
-        ids = torch.tensor([text], device=device)
-        logs, _ = loss.logprobs(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
-        result.append(logs[0].tolist())
-    return result
 
 
 def copy_fits(model: nn.Module) -> bool:

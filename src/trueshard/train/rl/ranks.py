@@ -1,4 +1,4 @@
-"""Work that is divided over ranks: each does its part, all get all parts, and an error of one is raised on all."""
+"""Work that is divided over ranks: each does its part, all get all parts, and all raise the first one's error."""
 
 from __future__ import annotations
 
@@ -19,35 +19,44 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def divided(items: Sequence[Item], work: Callable[[list[Item]], Sequence[Part]]) -> list[Part]:
-    """Return ``work``'s part for each of ``items``, which are the same on every rank. Collective.
+    """Return ``work``'s part for each of ``items``, which are the same on every rank. Collective; raises likewise.
 
     ``work`` is called on each rank with every N-th item, and returns a part for each. Parts must be picklable.
-
-    Raises:
-        UserError: ``work`` raised it on any rank.
-        RankFailed: ``work`` raised something else on another rank.
     """
     rank, ranks = rank_and_ranks()
     parts = on_every_rank(lambda: list(work(list(items[rank::ranks]))))
     return [parts[number % ranks][number // ranks] for number in range(len(items))]
 
 
+def on_first_rank(work: Callable[[], Part]) -> Part:
+    """Return on every rank what ``work`` returns on the first. Collective; raises as ``on_every_rank``."""
+    parts: list[Any] = on_every_rank(lambda: None if rank_and_ranks()[0] else work())
+    first: Part = parts[0]
+    return first
+
+
 def on_every_rank(work: Callable[[], Part]) -> list[Part]:
-    """Return what ``work`` returns on each rank, in their order. Collective; raises as ``divided``."""
-    ranks = rank_and_ranks()[1]
-    found: Any = None
+    """Return what ``work`` returns on each rank, in their order. Collective.
+
+    Raises:
+        UserError: ``work`` raised it on the first rank on which it failed.
+        RankFailed: ``work`` raised something else there, which that rank itself raises.
+    """
+    rank, ranks = rank_and_ranks()
+    part: Any = None
     error: Exception | None = None
     try:
-        found = work()
+        part = work()
     except Exception as caught:
         error = caught
-    mine = found, None if error is None else str(error), isinstance(error, UserError)
-    told = [mine] * ranks
+    mine = part, None if error is None else str(error), isinstance(error, UserError)
+    parts = [mine] * ranks
     if ranks > 1:
-        dist.all_gather_object(told, mine)
-    if error is not None:
-        raise error
-    for other, (_, message, by_user) in enumerate(told):
-        if message is not None:
-            raise UserError(message) if by_user else RankFailed(f"rank {other} failed: {message}")
-    return [part for part, _, _ in told]
+        dist.all_gather_object(parts, mine)
+    for other, (_, message, is_user_error) in enumerate(parts):
+        if message is None:
+            continue
+        if error is not None and other == rank:
+            raise error
+        raise UserError(message) if is_user_error else RankFailed(f"rank {other} failed: {message}") from error
+    return [part for part, _, _ in parts]

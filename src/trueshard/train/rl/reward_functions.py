@@ -183,7 +183,9 @@ def _check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, 
         signature.bind(*_POSITIONAL[form], **arguments)
     except TypeError as error:
         expected = ", ".join((*_POSITIONAL[form], *(f"{key}=…" for key in arguments)))
-        raise Wrong(f"{words} is called with ({expected}), and has {signature}: {error}; see reward.arguments") from None
+        raise Wrong(
+            f"{words} is called with ({expected}), and has {signature}: {error}; see reward.arguments"
+        ) from None
 
 
 # What it returns, or raises

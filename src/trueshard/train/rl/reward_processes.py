@@ -162,7 +162,9 @@ class _Process:
             return
         names = ", ".join(self._functions)
         if "slow" in answer:
-            raise UserError(f"reward.function: {names}: their process took longer than {LOADING:g} s to import the files")
+            raise UserError(
+                f"reward.function: {names}: their process took longer than {LOADING:g} s to import the files"
+            )
         if "ended" in answer:
             raise UserError(
                 f"reward.function: {names}: their process {answer['ended']} when the files were imported; correct them"

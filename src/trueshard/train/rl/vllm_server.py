@@ -2,7 +2,6 @@
 
 - Whatever goes wrong is a `UserError` of one line that names ``rollout.url``, what failed, and the remedy.
 - No answer takes longer than ``rollout.timeout``, also one that trickles in.
-- Ranks tell each other what went wrong before any of them raises, so all of them raise the same line.
 """
 
 from __future__ import annotations
@@ -10,44 +9,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
-from trueshard.checkpoint.process_group import RankGroup
-from trueshard.errors import UserError, one_line, refused, with_kind
+from trueshard.errors import UserError, one_line, with_kind
 from trueshard.train.rl.samples import Answer, Request, Sampling, key_of
-
-Result = TypeVar("Result")
 
 COMPLETIONS = "/v1/completions"
 _LOWEST = -9999.0
 """The number that the server writes for a log-probability of minus infinity."""
-
-
-def on_every_rank(ranks: RankGroup, function: Callable[[], Any]) -> list[Any]:
-    """Return what ``function`` returns on each rank; a wrong input of one is a `UserError` on all. Collective."""
-
-    def attempt() -> tuple[Any, str | None]:
-        try:
-            with refused():
-                return function(), None
-        except UserError as error:
-            return None, str(error)
-
-    everyone = ranks.attempt("the rollout failed", attempt)
-    for _, line in everyone:
-        if line is not None:
-            raise UserError(line)
-    return [value for value, _ in everyone]
-
-
-def on_first_rank(ranks: RankGroup, function: Callable[[], Any]) -> Any:
-    """Return on every rank what ``function`` returns on the first, or raise its `UserError` there. Collective."""
-    return on_every_rank(ranks, lambda: None if ranks.rank else function())[0]
 
 
 class Server:
@@ -61,13 +34,11 @@ class Server:
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
         try:
-            address = httpx.URL(self.url)
+            self.address = httpx.URL(self.url)
         except httpx.InvalidURL:
-            address = httpx.URL()
-        if address.scheme not in ("http", "https") or not address.host:
+            self.address = httpx.URL()
+        if self.address.scheme not in ("http", "https") or not self.address.host:
             raise UserError(f'rollout.url: {url!r} is no address of a server; write it as "http://127.0.0.1:8000"')
-        self.host = address.host
-        self.port = address.port or (443 if address.scheme == "https" else 80)
         # [Note: limits of time] httpx limits each read, so an answer that trickles in could take for ever. wait_for
         # limits the whole exchange; it needs an event loop, and a notebook's own may run in this thread already.
         self._loop = asyncio.new_event_loop()
@@ -78,24 +49,43 @@ class Server:
         self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Return the answer of ``request``, and wait for it."""
-        return self.submit(self.request(path, body, timeout)).result()
-
-    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin requests in the background."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Return the answer to a POST of ``body``, or to a GET if that is None: JSON, or else text.
 
         Raises:
             UserError: no answer within ``timeout`` seconds, ``rollout.timeout`` if None, or one that says what failed.
         """
+        return asyncio.run_coroutine_threadsafe(self._request(path, body, timeout), self._loop).result()
+
+    def complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> Future[dict[int, Answer]]:
+        """Ask for completions in the background, ``concurrent`` at a time; return the future answers by number.
+
+        The first error ends it, and does not wait for the others.
+        """
+        return asyncio.run_coroutine_threadsafe(self._complete(bodies, concurrent), self._loop)
+
+    async def _complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> dict[int, Answer]:
+        room = asyncio.Semaphore(max(1, concurrent))
+
+        async def complete(body: dict[str, Any]) -> Answer:
+            async with room:
+                return self._answer(await self._request(COMPLETIONS, body), body["max_tokens"])
+
+        tasks = [asyncio.create_task(complete(body)) for body in bodies.values()]
+        try:
+            return dict(zip(bodies, await asyncio.gather(*tasks), strict=True))
+        finally:  # after an error, gather leaves the others running
+            for task in tasks:
+                task.cancel()
+
+    async def _request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         exchange = self._client.request("GET" if body is None else "POST", self.url + path, json=body)
         try:
             response = await asyncio.wait_for(exchange, timeout or self.timeout)
         except asyncio.TimeoutError:
-            raise self._late(path) from None
+            raise UserError(
+                f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or set "
+                "a longer rollout.timeout"
+            ) from None
         except httpx.ConnectError as error:
             raise UserError(
                 f"rollout.url: no server answers at {self.url} ({with_kind(_first_cause(error))}); start vLLM there, "
@@ -106,20 +96,43 @@ class Server:
                 f"rollout.url: {self.url} broke off its answer to {path} ({with_kind(error)}); see the server's log, "
                 "start it again, and resume the run"
             ) from error
+        try:
+            content = response.json()
+        except ValueError:
+            content = response.content.decode(errors="replace")
         if response.status_code >= 400:
             is_missing = response.status_code == 404 and not path.startswith("/v1/")
             remedy = "start it with VLLM_SERVER_DEV_MODE=1" if is_missing else "see the server's log"
             raise UserError(
-                f"rollout.url: {self.url} answered {path} with HTTP {response.status_code} ({_reason(response)}); "
+                f"rollout.url: {self.url} answered {path} with HTTP {response.status_code} ({_reason(content)}); "
                 f"{remedy}"
             )
-        return _content(response)
+        return content
 
-    def _late(self, path: str) -> UserError:
-        """Return the error of a question that was not answered in time."""
+    def _answer(self, content: Any, most: int) -> Answer:
+        """Return the continuation in a completion of ``most`` tokens at most. Raises `UserError` if it is not whole."""
+        try:
+            choice = content["choices"][0]
+            ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+            reason = choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            raise self._unusable("without a completion") from None
+        if not ids or not logprobs or len(ids) != len(logprobs):
+            raise self._unusable("without token ids and a log-probability of each")
+        if not all(isinstance(value, int | float) and math.isfinite(value) and value > _LOWEST for value in logprobs):
+            raise self._unusable("with a log-probability that is not a finite number")
+        if reason not in ("stop", "length"):
+            raise self._unusable(f"that was broken off (finish_reason {reason!r})")
+        if reason == "length" and len(ids) < most:
+            raise UserError(
+                f"rollout.url: {self.url} cut an answer after {len(ids)} of {most} tokens; start it with a "
+                "--max-model-len of train.sequence_length or more"
+            )
+        return Answer(list(ids), [float(logprob) for logprob in logprobs], reason == "stop")
+
+    def _unusable(self, how: str) -> UserError:
         return UserError(
-            f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or set a "
-            "longer rollout.timeout"
+            f"rollout.url: {self.url} gave an answer {how}; it must be vLLM 0.29 or newer, and healthy: see its log"
         )
 
 
@@ -130,51 +143,15 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _content(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        return response.content.decode(errors="replace")
-
-
-def _reason(response: httpx.Response) -> str:
+def _reason(content: Any) -> str:
     """Return the server's own words about an error, in one line."""
-    content = _content(response)
     if isinstance(content, dict):
         error = content.get("error", content.get("detail", content))
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    else:
-        text = response.content.decode(errors="replace")
-    return one_line(ValueError(text), 300) if text.strip() else "without a word"
+        content = error.get("message", error) if isinstance(error, dict) else error
+    return one_line(ValueError(str(content)), 300) if str(content).strip() else "without a word"
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of a server on which its use depends."""
-
-    processed: bool
-    """True if its log-probabilities are those at the temperature of sampling."""
-    adapters: bool
-    """True if it takes LoRA adapters while it runs."""
-    transfer: str | None
-    """The backend of its weight transfer."""
-
-    @classmethod
-    def of(cls, server: Server) -> ServerSettings:
-        """Ask for them."""
-        content = server.ask("/server_info?config_format=json")
-        config = content.get("vllm_config") if isinstance(content, dict) else None
-        if not isinstance(config, dict):
-            raise UserError(f"rollout.url: {server.url} does not tell its configuration; vLLM 0.29 or newer does")
-        mode = str((config.get("model_config") or {}).get("logprobs_mode"))
-        takes = (content.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
-        transfer = config.get("weight_transfer_config") or {}
-        return cls(
-            mode.endswith("processed_logprobs"), bool(config.get("lora_config") and takes), transfer.get("backend")
-        )
-
-
-def question(request: Request, sampling: Sampling, ends: Sequence[int], model: str | None) -> dict[str, Any]:
+def completion(request: Request, sampling: Sampling, ends: Sequence[int], model: str | None) -> dict[str, Any]:
     """Return the body of a completion; every setting is in it, since the server has defaults of the model's makers.
 
     ``ends``: tokens that end an answer, the only ones; ``model``: name of the adapter, if it has one.
@@ -200,66 +177,3 @@ def question(request: Request, sampling: Sampling, ends: Sequence[int], model: s
         "skip_special_tokens": False,
     }
     return body if model is None else body | {"model": model}
-
-
-def answer_of(content: Any, most: int, server: Server) -> Answer:
-    """Return the continuation in a completion of ``most`` tokens at most. Raises `UserError` if it is not whole."""
-    try:
-        choice = content["choices"][0]
-        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        reason = choice.get("finish_reason")
-    except (LookupError, TypeError, AttributeError):
-        raise _unusable(server, "without a completion") from None
-    if not ids or not logprobs or len(ids) != len(logprobs):
-        raise _unusable(server, "without token ids and a log-probability of each")
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value > _LOWEST for value in logprobs):
-        raise _unusable(server, "with a log-probability that is not a finite number")
-    if reason not in ("stop", "length"):
-        raise _unusable(server, f"that was broken off (finish_reason {reason!r})")
-    if reason == "length" and len(ids) < most:
-        raise UserError(
-            f"rollout.url: {server.url} cut an answer after {len(ids)} of {most} tokens; start it with a "
-            "--max-model-len of train.sequence_length or more"
-        )
-    return Answer(list(ids), [float(logprob) for logprob in logprobs], reason == "stop")
-
-
-def _unusable(server: Server, how: str) -> UserError:
-    return UserError(
-        f"rollout.url: {server.url} gave an answer {how}; it must be vLLM 0.29 or newer, and healthy: see its log"
-    )
-
-
-class Completions:
-    """Completions under way in the background.
-
-    Args:
-        bodies: number → body of the request.
-        concurrent: requests that are under way at the same time.
-    """
-
-    def __init__(self, server: Server, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> None:
-        self._future = server.submit(_complete(server, bodies, concurrent))
-
-    def wait(self) -> dict[int, Answer]:
-        """Return the answers by number. Raises the first error, and does not wait for the others."""
-        return self._future.result()
-
-    def stop(self) -> None:
-        """Cancel the requests."""
-        self._future.cancel()
-
-
-async def _complete(server: Server, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> dict[int, Answer]:
-    room = asyncio.Semaphore(max(1, concurrent))
-
-    async def complete(body: dict[str, Any]) -> Answer:
-        async with room:
-            return answer_of(await server.request(COMPLETIONS, body), body["max_tokens"], server)
-
-    tasks = [asyncio.create_task(complete(body)) for body in bodies.values()]
-    try:
-        return dict(zip(bodies, await asyncio.gather(*tasks), strict=True))
-    finally:  # after an error, gather leaves the others running
-        for task in tasks:
-            task.cancel()
