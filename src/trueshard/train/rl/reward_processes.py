@@ -11,12 +11,12 @@ Messages are JSON; a record may hold anything, and pickle would import for it wh
 The first message to a process is [functions, arguments], answered by ``{"forms"}``. Requests, and their answers:
 
 - ``{"function", "inputs": [[record, sample], …]}``: call a function; ``{"rewards": [[reward, parts], …]}``;
-- ``{"episode", "record", "answers"}``: take an episode to its next turn; ``{"messages"}``, or ``{"rewards"}`` of one. An
-  episode that is not live in the process is begun and given all its answers again;
+- ``{"episode", "record", "answers"}``: take an episode to its next turn; ``{"messages"}``, or ``{"rewards"}`` of one.
+  An episode that is not live in the process is begun and given all its answers again;
 - ``{"drop": [episode, …]}``: close episodes; ``{}``.
 
-An answer ``{"error", "at"}`` says what went wrong, and for which of the inputs (null: for all); ``{"slow"}`` that a call
-took too long.
+An answer ``{"error", "at"}`` says what went wrong, and for which of the inputs (null: for all). ``{"slow"}`` stands for
+the answer of a process that took too long.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Server:
             response = await asyncio.wait_for(exchange, timeout or self.timeout)
         except asyncio.TimeoutError:
             raise UserError(
-                f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or set "
-                "a longer rollout.timeout"
+                f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or "
+                "set a longer rollout.timeout"
             ) from None
         except httpx.ConnectError as error:
             raise UserError(
