@@ -130,11 +130,11 @@ def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
         ValueError: its dimensions or their names do not fit, or the sizes do not fit the mesh or the ranks.
     """
     _settle_at_exit()
-    asked = {name: size for name, size in sizes_of(options).items() if size > 1}
+    requested = {name: size for name, size in sizes_of(options).items() if size > 1}
     experts = ranks_along(options, "experts")
     if mesh is None:
         ensure_process_group()
-        return _parts(_mesh_over_all(asked), experts)
+        return _parts(_mesh_over_all(requested), experts)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}")
     names = _names(mesh)
@@ -146,7 +146,7 @@ def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
             f"a mesh with an axis for {' or '.join(SHARED)} has axes out of {', '.join(MESH)}, in this order, and "
             f"always shard, if of size 1; this one has {shown}"
         )
-    for name, size in asked.items():
+    for name, size in requested.items():
         if name not in names or mesh.size(names.index(name)) != size:
             raise ValueError(
                 f"{name}={size} is not the mesh's, whose axes are {dict(zip(names, mesh.shape, strict=True))}"
@@ -154,15 +154,15 @@ def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
     return _parts(mesh, experts)
 
 
-def _mesh_over_all(asked: Mapping[str, int]) -> DeviceMesh:
+def _mesh_over_all(requested: Mapping[str, int]) -> DeviceMesh:
     world = dist.get_world_size()
-    shared = math.prod(asked.values())
+    shared = math.prod(requested.values())
     if world % shared:
-        words = " × ".join(f"{name} {size}" for name, size in asked.items())
+        words = " × ".join(f"{name} {size}" for name, size in requested.items())
         raise ValueError(f"{words} = {shared} ranks do not divide the {world} ranks that there are")
-    shape = {"shard": world // shared} | {name: asked[name] for name in SHARED if name in asked}
+    shape = {"shard": world // shared} | {name: requested[name] for name in SHARED if name in requested}
     mesh = init_device_mesh(_device_type(), tuple(shape.values()), mesh_dim_names=tuple(shape))
-    if asked:
+    if requested:
         _torch.limit_alike(mesh)
     return mesh
 
@@ -240,15 +240,15 @@ def _parts(mesh: DeviceMesh, experts: int) -> Axes:
 def _fold_experts(mesh: DeviceMesh, experts: int) -> dict[str, DeviceMesh]:
     """Return the meshes of ranks that share experts, and of those with the same ones: the ranks of a copy, refolded."""
     copies = Axes(mesh, mesh).sizes.get("replicate", 1)
-    each = mesh.size() // copies
-    if each % experts:
+    ranks = mesh.size() // copies
+    if ranks % experts:
         raise ValueError(
-            f"experts={experts} does not divide the {each} ranks that have one copy of the model (shard × context × "
+            f"experts={experts} does not divide the {ranks} ranks that have one copy of the model (shard × context × "
             "tensor): choose a divisor"
         )
     if mesh.size() != dist.get_world_size():
         raise ValueError(f"experts={experts} needs a mesh of all {dist.get_world_size()} ranks, not of {mesh.size()}")
-    shape = {"replicate": copies, "shard": each // experts, "experts": experts}
+    shape = {"replicate": copies, "shard": ranks // experts, "experts": experts}
     if copies == 1:
         del shape["replicate"]
     folded = _refolded(mesh, shape)
@@ -261,10 +261,10 @@ def replicated_mesh(copies: int, sizes: Mapping[str, int] | None = None) -> Devi
 
     Collective. Its ranks wait for one another as long as those of the process group.
     """
-    asked = {name: size for name in SHARED if (size := (sizes or {}).get(name, 1)) > 1}
-    rest = dist.get_world_size() // copies // math.prod(asked.values())
+    requested = {name: size for name in SHARED if (size := (sizes or {}).get(name, 1)) > 1}
+    rest = dist.get_world_size() // copies // math.prod(requested.values())
     mesh = init_device_mesh(
-        _device_type(), (copies, rest, *asked.values()), mesh_dim_names=("replicate", "shard", *asked)
+        _device_type(), (copies, rest, *requested.values()), mesh_dim_names=("replicate", "shard", *requested)
     )
     _torch.limit_alike(mesh)
     return mesh
@@ -317,5 +317,5 @@ def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:
             continue
         received: list[Any] = [None] * group.size()
         dist.all_gather_object(received, values, group=group)
-        values = [each for part in received for each in part]
+        values = [value for part in received for value in part]
     return values

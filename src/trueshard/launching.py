@@ -128,7 +128,7 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        _HANDLED_BY_ELASTIC: ",".join(each.name for each in SIGNALS),
+        _HANDLED_BY_ELASTIC: ",".join(number.name for number in SIGNALS),
     }
 
 
@@ -139,8 +139,8 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
         if result is not None:
             # Elastic sends SIGTERM to those that are left when one fails.
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
-            return Ended(own or codes, received[0] if received else None)
+            failed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+            return Ended(failed or codes, received[0] if received else None)
         if time.monotonic() > deadline:
             _signal(context, signal.SIGUSR1)
             time.sleep(1)  # in which they print their stacks

@@ -104,8 +104,8 @@ def dtype_name(option: str, word: str) -> str:
     """Return ``"bfloat16"`` for ``"bf16"`` or ``"bfloat16"``, and so on; raise ValueError, naming ``option``."""
     name = SHORT_DTYPES.get(word, word)
     if name not in DTYPES:
-        known = [*SHORT_DTYPES, *DTYPES]
-        raise ValueError(f"{option}={word!r} is no dtype; use one of {', '.join(known)}.{nearest(word, known)}")
+        dtypes = [*SHORT_DTYPES, *DTYPES]
+        raise ValueError(f"{option}={word!r} is no dtype; use one of {', '.join(dtypes)}.{nearest(word, dtypes)}")
     return name
 
 
@@ -134,8 +134,8 @@ def precision_of(given: Precision) -> MixedPrecision | None:
         return None
     if isinstance(given, str):
         if given not in PRECISION_WORDS:
-            known = ", ".join(f'"{word}"' for word in PRECISION_WORDS)
-            raise ValueError(f"mixed_precision={given!r} is not known; use {known} or a MixedPrecisionPolicy")
+            words = ", ".join(f'"{word}"' for word in PRECISION_WORDS)
+            raise ValueError(f"mixed_precision={given!r} is not known; use {words} or a MixedPrecisionPolicy")
         return MixedPrecision(compute=SHORT_DTYPES[given], reduce="float32")
     dtypes = (given.param_dtype, given.reduce_dtype, given.output_dtype)
     compute, reduce, output = (None if dtype is None else str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -257,8 +257,8 @@ class Plan(AppliedOptions):
     @property
     def modules_apart(self) -> tuple[str, ...]:
         """Modules whose experts are shared out over ranks, each a unit of its own."""
-        found = (name for unit in self.units if unit.kind == "experts" for name in unit.modules)
-        return tuple(found) if self.experts > 1 else ()
+        modules = (name for unit in self.units if unit.kind == "experts" for name in unit.modules)
+        return tuple(modules) if self.experts > 1 else ()
 
     def unit(self, name: str) -> Unit:
         """Return the unit called ``name``, or the one with a module of that name.
@@ -294,7 +294,7 @@ class Plan(AppliedOptions):
             raise ValueError(f"plan version {version} is not the one that this library reads ({VERSION})")
         data["ranks"] = tuple(_list(data, "ranks"))
         for key, kind in (("units", Unit), ("replicated", Replicated)):
-            data[key] = tuple(_build(kind, each, f"{key}[{i}]") for i, each in enumerate(_list(data, key)))
+            data[key] = tuple(_build(kind, value, f"{key}[{i}]") for i, value in enumerate(_list(data, key)))
         for key, part in (("mixed_precision", MixedPrecision), ("forecast", Forecast)):
             if data.get(key) is not None:
                 data[key] = _build(part, data[key], key)
@@ -316,9 +316,9 @@ class Plan(AppliedOptions):
         return "\n".join(table(head, rows, right=(1, 2, 3)))
 
 
-def _one_of(what: str, word: Any, known: Sequence[str]) -> None:
-    if word not in known:
-        raise ValueError(f"{what}={word!r} is not known; use " + " or ".join(f'"{each}"' for each in known))
+def _one_of(what: str, word: Any, words: Sequence[str]) -> None:
+    if word not in words:
+        raise ValueError(f"{what}={word!r} is not known; use " + " or ".join(f'"{option}"' for option in words))
 
 
 def _a_bool(what: str, value: Any) -> None:
@@ -351,9 +351,9 @@ def _build(cls: type, data: Any, where: str) -> Any:
         raise ValueError(f"{where} must be an object, not {data!r}")
     if "modules" in data:
         data = {**data, "modules": tuple(_list(data, "modules"))}
-    known = {field.name for field in dataclasses.fields(cls)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    keys = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(data) - keys):
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(keys))}")
     try:
         return cls(**data)
     except (TypeError, ValueError) as error:

@@ -54,15 +54,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 
 def ranges(numbers: Sequence[int], dash: str = "-") -> list[str]:
     """Return ascending numbers as ``["0-2", "5"]``."""
-    runs = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     members = [[number for _, number in run] for _, run in runs]
     return [str(run[0]) if len(run) == 1 else f"{run[0]}{dash}{run[-1]}" for run in members]
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def nearest(name: str, words: Iterable[str], count: int = 3) -> str:
     """Return ``" Did you mean …?"`` with the known words nearest to ``name``; ``""`` if none is near."""
-    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
-    return f" Did you mean {', '.join(repr(word) for word in found)}?" if found else ""
+    matches = difflib.get_close_matches(name, list(words), n=count, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(word) for word in matches)}?" if matches else ""
 
 
 @contextlib.contextmanager

@@ -238,8 +238,8 @@ def compare_tensors(ours: Ours) -> Undo:
 
 def _gathered(value: Any) -> torch.Tensor:
     """Gather a DTensor inside a handler. torch 2.11 refuses that there for one that requires grad."""
-    whole: torch.Tensor = value.detach().full_tensor()
-    return whole
+    full: torch.Tensor = value.detach().full_tensor()
+    return full
 
 
 def draw_as_one_device(ours: Ours) -> Undo:
@@ -259,13 +259,13 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     can_cut = all(type(placement) in (Replicate, Shard) for placement in target.placements)
     if local(target).is_meta or not can_cut or any(isinstance(other, DTensor) for other in others):
         return _without_handler(operator, args, kwargs)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
-    part = _cut(operator(whole, *others, **kwargs), target)
+    full = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
+    part = _cut(operator(full, *others, **kwargs), target)
     if not operator._schema.is_mutable:
         return part
     local(target).copy_(local(part))
     return target
 
 
-def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _cut(full: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -66,8 +66,10 @@ class _Ring(torch.autograd.Function):
                 scale=scale,
                 **kernels.arguments,
             )
-        ctx.save_for_backward(query, key, value, out, sums, *(each for each in rest if isinstance(each, torch.Tensor)))
-        ctx.rest = [None if isinstance(each, torch.Tensor) else each for each in rest]
+        ctx.save_for_backward(
+            query, key, value, out, sums, *(value for value in rest if isinstance(value, torch.Tensor))
+        )
+        ctx.rest = [None if isinstance(value, torch.Tensor) else value for value in rest]
         ctx.group, ctx.scale, ctx.balanced = group, scale, balanced
         return out
 
@@ -77,11 +79,11 @@ class _Ring(torch.autograd.Function):
 
         query, key, value, out, sums, *tensors = ctx.saved_tensors
         left = iter(tensors)
-        rest = [next(left) if each is None else each for each in ctx.rest]
+        rest = [next(left) if value is None else value for value in ctx.rest]
         kernels = _kernels(query)
         more = dict(zip(kernels.kept, rest, strict=False)) | kernels.others
         with _options(query.dtype, ctx.balanced):
-            found = _attention._templated_ring_attention_backward(
+            gradients = _attention._templated_ring_attention_backward(
                 ctx.group,
                 _SEQUENCE,
                 kernels.backward,
@@ -97,7 +99,7 @@ class _Ring(torch.autograd.Function):
                 scale=ctx.scale,
                 **more,
             )
-        return *found[:3], None, None, None
+        return *gradients[:3], None, None, None
 
 
 @dataclasses.dataclass(frozen=True)

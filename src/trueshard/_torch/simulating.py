@@ -89,20 +89,30 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
         return self._cached_dispatch_impl(func, types, args, kwargs or {})
 
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        known = entry.metadata
-        if known is None or entry.inplace_idx is not None or known.is_conj or known.is_neg or self._is_special(known):
+        metadata = entry.metadata
+        if (
+            metadata is None
+            or entry.inplace_idx is not None
+            or metadata.is_conj
+            or metadata.is_neg
+            or self._is_special(metadata)
+        ):
             return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
         with torch._C._DisableTorchDispatch():
             made = torch.empty_strided(
-                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
+                metadata.shape,
+                metadata.stride,
+                dtype=metadata.dtype,
+                device="meta",
+                requires_grad=metadata.requires_grad,
             )
             if func.is_view:
                 memory = args[entry.view_idx].untyped_storage()
-                made.set_(memory, known.storage_offset, known.shape, known.stride)
-        return self._faked(made, known.device)
+                made.set_(memory, metadata.storage_offset, metadata.shape, metadata.stride)
+        return self._faked(made, metadata.device)
 
-    def _is_special(self, known: Any) -> bool:
-        return known.layout is not torch.strided or self.shape_env is not None or self.cache_crosscheck_enabled
+    def _is_special(self, metadata: Any) -> bool:
+        return metadata.layout is not torch.strided or self.shape_env is not None or self.cache_crosscheck_enabled
 
     def _faked(self, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
         """Return ``FakeTensor(self, tensor, device)`` of a meta tensor, with the attributes of the first one."""
@@ -129,18 +139,33 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
         result.append((type(args), len(args)))
         if isinstance(args, dict):
             return self._told_apart(result, tuple(args)) and self._told_apart(result, tuple(args.values()))
-        for each in args:
-            kind = type(each)
+        for argument in args:
+            kind = type(argument)
             if kind is FakeTensor:
-                if each.fake_mode is not self or each.constant is not None or each.layout is not torch.strided:
+                if (
+                    argument.fake_mode is not self
+                    or argument.constant is not None
+                    or argument.layout is not torch.strided
+                ):
                     return False
-                result += (each.dtype, each.shape, each.stride(), each.storage_offset(), each.requires_grad)
-                result += (each.untyped_storage().nbytes(), each.fake_device, each.is_inference())
-                if each.is_conj() or each.is_neg() or each.is_quantized or each._has_symbolic_sizes_strides:
+                result += (
+                    argument.dtype,
+                    argument.shape,
+                    argument.stride(),
+                    argument.storage_offset(),
+                    argument.requires_grad,
+                )
+                result += (argument.untyped_storage().nbytes(), argument.fake_device, argument.is_inference())
+                if (
+                    argument.is_conj()
+                    or argument.is_neg()
+                    or argument.is_quantized
+                    or argument._has_symbolic_sizes_strides
+                ):
                     return False
             elif kind in _PLAIN:
-                result += (kind, each)
-            elif kind not in (list, tuple) or not self._told_apart(result, each):
+                result += (kind, argument)
+            elif kind not in (list, tuple) or not self._told_apart(result, argument):
                 return False
         return True
 
@@ -213,7 +238,7 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
     state = c10d._world
     tables: list[dict[Any, Any]] = [state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config]
     tables += [state.pg_to_tag, state.tags_to_pg]
-    own, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
+    default, count, method = state.default_pg, state.group_count, c10d._default_pg_init_method
     names_of_own = dict(state.pg_names)
     for name in names_of_own.values():
         c10d._unregister_process_group(name)
@@ -233,7 +258,7 @@ def simulated_world(rank: int, ranks: int) -> Iterator[None]:
     finally:
         for group, name in names_of_own.items():
             c10d._register_process_group(name, group)
-        state.default_pg, state.group_count, c10d._default_pg_init_method = own, count, method
+        state.default_pg, state.group_count, c10d._default_pg_init_method = default, count, method
 
 
 def watching_resizes(resized: Callable[[Any, int], None]) -> AbstractContextManager[Any]:

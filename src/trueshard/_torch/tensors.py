@@ -91,11 +91,11 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     A DTensor takes over the offset of its shard in a storage, and can then be neither copied nor pickled nor traced;
     FSDP2 makes such gradients. ``flat_memory`` finds neighbours in memory again.
     """
-    whole: Any = part.untyped_storage()
-    if type(part) is not torch.Tensor or part.is_meta or whole.nbytes() == part.nbytes:
+    storage_of_all: Any = part.untyped_storage()
+    if type(part) is not torch.Tensor or part.is_meta or storage_of_all.nbytes() == part.nbytes:
         return part
     start = part.storage_offset() * part.itemsize
-    storage = whole[start : start + part.nbytes]
+    storage = storage_of_all[start : start + part.nbytes]
     storage.part_of = part  # on the storage: what a tensor has of its own is copied and pickled with it
     return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
 

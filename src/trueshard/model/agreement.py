@@ -50,10 +50,10 @@ def together(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except BaseException as caught:
         error = caught
-    told = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", mesh)
     if error is not None:
         raise error
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(messages):
         if message is not None:
             raise RankFailed(f"shard() failed on rank {rank}, so it was undone on every rank: {message}")
 
@@ -87,8 +87,8 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
             sums[i] = theirs[0][i]
         differing.update(unequal)
     # Along the first dimension only some ranks see a difference: let all of them name it.
-    told: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
-    return [name for name, _ in real if name in told]
+    differing_names: set[str] = set().union(*gather_objects([real[i][0] for i in sorted(differing)], mesh))
+    return [name for name, _ in real if name in differing_names]
 
 
 def warn_of_differing(what: str, differing: Sequence[str], made: str, *, stacklevel: int) -> None:
@@ -106,10 +106,10 @@ def _checksum(tensor: torch.Tensor) -> int:
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
-    whole = raw.numel() // 8 * 8
+    length = raw.numel() // 8 * 8
     total = 0
     # Products and sums wrap around modulo 2**64, which is what a checksum wants.
-    for words in (*raw[:whole].view(torch.int64).split(_BLOCK), raw[whole:].to(torch.int64)):
+    for words in (*raw[:length].view(torch.int64).split(_BLOCK), raw[length:].to(torch.int64)):
         weights = torch.arange(1, words.numel() + 1, device=words.device) * _ODD
         total = (total * 1_000_003 + int((words * weights).sum())) % (2**61 - 1)
     return total

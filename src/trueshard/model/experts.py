@@ -23,12 +23,12 @@ def stacked(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_stacked(module: Any) -> bool:
-    own = [parameter for parameter in _torch.own_parameters(module).values() if parameter is not None]
+    parameters = [parameter for parameter in _torch.own_parameters(module).values() if parameter is not None]
     return (
         all(hasattr(module, mark) for mark in _MARKS)
-        and any(each.ndim == 3 for each in own)
-        and all(each.ndim and each.shape[0] == module.num_experts for each in own)
-        and len(own) == len(list(module.parameters()))
+        and any(parameter.ndim == 3 for parameter in parameters)
+        and all(parameter.ndim and parameter.shape[0] == module.num_experts for parameter in parameters)
+        and len(parameters) == len(list(module.parameters()))
     )
 
 
@@ -40,15 +40,15 @@ def shared_out(root: nn.Module, ranks: int) -> dict[str, str]:
     """
     if ranks == 1:
         return {}
-    found: dict[str, Any] = stacked(root)
-    if not found:
+    modules: dict[str, Any] = stacked(root)
+    if not modules:
         raise ValueError(f"experts={ranks}: {_without_stacks(root)}; leave out experts")
-    for name, module in found.items():
+    for name, module in modules.items():
         if module.num_experts % ranks:
             raise ValueError(f"experts={ranks} does not divide the {module.num_experts} experts of {name!r}")
     rest = next((f" (those of {name!r}, a list, are gathered)" for name in _lists(root)), "")
-    each = {name: (module.num_experts // ranks, module.num_experts) for name, module in found.items()}
-    return {name: f"{here} of {total} experts a rank{rest}" for name, (here, total) in each.items()}
+    counts = {name: (module.num_experts // ranks, module.num_experts) for name, module in modules.items()}
+    return {name: f"{here} of {total} experts a rank{rest}" for name, (here, total) in counts.items()}
 
 
 def _lists(root: nn.Module) -> Iterable[str]:

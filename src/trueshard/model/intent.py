@@ -38,7 +38,7 @@ class _Setting:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
             return repr(value.item())
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(repr(_Setting(each)) for each in value)}]"
+            return f"[{', '.join(repr(_Setting(member)) for member in value)}]"
         return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
@@ -95,10 +95,10 @@ def _optimizer_facts(
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             if id(parameter) not in name_of:
-                given = group.get("param_names")
-                known = f" ({given[p]!r})" if given else ""
+                group_names = group.get("param_names")
+                hint = f" ({group_names[p]!r})" if group_names else ""
                 raise ValueError(
-                    f"{type(optimizer).__name__}: parameter {p} of group {g}{known}, of shape "
+                    f"{type(optimizer).__name__}: parameter {p} of group {g}{hint}, of shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the model given to shard(); make the optimizer "
                     "from that model's parameters, or leave it out"
                 )
@@ -155,7 +155,7 @@ def _refuse_shared_memory(parameters: Sequence[Held], buffers: Sequence[Held]) -
     spans: dict[int, list[tuple[int, int, str, str]]] = {}
     for kind, held in [
         *(("parameter", parameter) for parameter in parameters),
-        *(("buffer", each) for each in buffers),
+        *(("buffer", buffer) for buffer in buffers),
     ]:
         tensor = held.tensor
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.numel() == 0 or tensor.layout != torch.strided:

@@ -56,11 +56,11 @@ def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, 
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
 
 
-def nearest_above(name: str, found: Mapping[str, Value]) -> Value:
+def nearest_above(name: str, table: Mapping[str, Value]) -> Value:
     """Return what ``found`` has for a module or the nearest one around it; it has the root, ``""``."""
-    while name not in found:
+    while name not in table:
         name = name.rpartition(".")[0]
-    return found[name]
+    return table[name]
 
 
 @dataclass
@@ -79,12 +79,12 @@ class Held:
 
 def held_tensors(root: nn.Module, kind: str) -> list[Held]:
     """Return each parameter or buffer object once, in the model's order; ``kind`` as in ``named_tensors``."""
-    found: dict[int, Held] = {}
+    result: dict[int, Held] = {}
     for name, module, attribute, tensor in named_tensors(root, kind):
-        held = found.setdefault(id(tensor), Held(tensor, [], []))
+        held = result.setdefault(id(tensor), Held(tensor, [], []))
         held.names.append(name)
         held.places.append((module, attribute))
-    return list(found.values())
+    return list(result.values())
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:

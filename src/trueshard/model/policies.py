@@ -113,7 +113,7 @@ def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[
     chosen: list[Any] = [rest] * len(units)
     for pattern, word in words.items():
         called = [(unit.name, *unit.modules) for unit in units]
-        hits = [i for i, each in enumerate(called) if any(fnmatch.fnmatchcase(name, pattern) for name in each)]
+        hits = [i for i, aliases in enumerate(called) if any(fnmatch.fnmatchcase(name, pattern) for name in aliases)]
         if not hits:
             near = nearest(pattern, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

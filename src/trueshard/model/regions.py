@@ -57,7 +57,7 @@ def placed_region(
     shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...], here: tuple[int, ...]
 ) -> Region:
     """Return the region of a tensor with these placements, at coordinate ``here`` of a mesh of these sizes."""
-    found: list[Runs] = [((0, size),) for size in shape]
+    region: list[Runs] = [((0, size),) for size in shape]
     later: list[tuple[int, int]] = []
     for at, placement in enumerate(placements):
         if placement.is_replicate():
@@ -68,14 +68,14 @@ def placed_region(
         if factor > 1 and not _is_packed(placements, at, sizes, len(shape)):
             later.append((dim, at))  # so FSDP2 says that it cuts what the later dimensions have cut before
         elif factor > 1:  # a part of each of several halves
-            total = sum(stop - start for start, stop in found[dim])
-            halves = [_chunk(found[dim], number, factor) for number in range(factor)] if total else [found[dim]]
-            found[dim] = _joined(run for half in halves for run in _chunk(half, here[at], sizes[at]))
+            total = sum(stop - start for start, stop in region[dim])
+            halves = [_chunk(region[dim], number, factor) for number in range(factor)] if total else [region[dim]]
+            region[dim] = _joined(run for half in halves for run in _chunk(half, here[at], sizes[at]))
         else:
-            found[dim] = _chunk(found[dim], here[at], sizes[at])
+            region[dim] = _chunk(region[dim], here[at], sizes[at])
     for dim, at in reversed(later):
-        found[dim] = _chunk(found[dim], here[at], sizes[at])
-    return tuple(found)
+        region[dim] = _chunk(region[dim], here[at], sizes[at])
+    return tuple(region)
 
 
 def _is_packed(placements: Sequence[Any], at: int, sizes: Sequence[int], ndim: int) -> bool:
@@ -92,25 +92,25 @@ def _cuts(placement: Any, dim: int, ndim: int) -> bool:
 def _chunk(runs: Runs, rank: int, ranks: int) -> Runs:
     """Return the part of ``runs`` that torch.chunk gives one of ``ranks``."""
     skip, left = rows_of(sum(stop - start for start, stop in runs), rank, ranks)
-    found = []
+    result = []
     for start, stop in runs:
         first = min(start + skip, stop)
         last = min(first + left, stop)
         skip -= first - start
         left -= last - first
         if last > first:
-            found.append((first, last))
-    return _joined(found)
+            result.append((first, last))
+    return _joined(result)
 
 
 def _joined(runs: Any) -> Runs:
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if result and result[-1][1] == start:
+            result[-1] = result[-1][0], stop
         else:
-            found.append((start, stop))
-    return tuple(found) or ((0, 0),)
+            result.append((start, stop))
+    return tuple(result) or ((0, 0),)
 
 
 def extent(region: Region) -> tuple[int, ...]:
@@ -191,6 +191,6 @@ def has_one_run(tensor: torch.Tensor) -> bool:
     return not any(_is_packed(placements, at, sizes, tensor.ndim) for at in cuts)
 
 
-def copy_here(target: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_here(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's part of ``whole``, the same on every rank and of the shape of ``target``."""
-    _torch.local(target).copy_(take(whole, region_of(target)))
+    _torch.local(target).copy_(take(full, region_of(target)))

@@ -89,14 +89,14 @@ class Snapshot:
 
 def _every_module(model: nn.Module) -> list[nn.Module]:
     """Return every module, wrappers included, whatever ``named_modules`` shows."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     stack = [model]
     while stack:
         module = stack.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in modules:
+            modules[id(module)] = module
             stack.extend(child for child in _torch.own_modules(module).values() if child is not None)
-    return list(found.values())
+    return list(modules.values())
 
 
 class Trace:

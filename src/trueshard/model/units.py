@@ -56,14 +56,14 @@ def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
     if callable(words) and not isinstance(words, type):
         chosen = {name: "units callable" for name, module in names.named_modules(model) if name and words(name, module)}
     else:
-        said = _spoken(words)
+        spoken = _spoken(words)
         chosen = {}
-        if said == ["auto"] or not said:
+        if spoken == ["auto"] or not spoken:
             chosen = _from_hints(model) or _from_structure(model)
-        elif "auto" in said:
+        elif "auto" in spoken:
             raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
         else:
-            for word in said:
+            for word in spoken:
                 chosen.update(_matching(model, word))
     for name in chosen:
         if not has_forward(modules[name]):
@@ -82,11 +82,11 @@ def _spoken(words: Any) -> list[str | type]:
         words = [words]
     if not isinstance(words, Iterable):
         raise TypeError(f"units must be words, classes or a callable, not {type(words).__name__}")
-    said = [word.strip() if isinstance(word, str) else word for word in words]
-    for word in said:
+    stripped = [word.strip() if isinstance(word, str) else word for word in words]
+    for word in stripped:
         if not isinstance(word, str) and not (isinstance(word, type) and issubclass(word, nn.Module)):
             raise TypeError(f"units: {word!r} is neither a name, a glob, nor a module class")
-    return [word for word in said if word != ""]
+    return [word for word in stripped if word != ""]
 
 
 def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
@@ -121,14 +121,14 @@ def _from_hints(model: nn.Module) -> dict[str, str]:
     for _, module in names.named_modules(model):
         hint = getattr(module, "_no_split_modules", None)
         if isinstance(hint, (str, list, tuple, set, frozenset)):
-            hints |= {each.strip() for each in ([hint] if isinstance(hint, str) else hint) if isinstance(each, str)}
-    found: dict[str, str] = {}
+            hints |= {word.strip() for word in ([hint] if isinstance(hint, str) else hint) if isinstance(word, str)}
+    result: dict[str, str] = {}
     for name, module in names.named_modules(model):
         hit = hints & _class_names(module)
         if name and hit and _composite(module):
-            found[name] = f"model hint {min(hit)}"
+            result[name] = f"model hint {min(hit)}"
     # A hint inside a hint (an expert's class beside its block's) belongs to the outer one.
-    return {name: why for name, why in found.items() if not any(name.startswith(f"{outer}.") for outer in found)}
+    return {name: why for name, why in result.items() if not any(name.startswith(f"{outer}.") for outer in result)}
 
 
 def _composite(module: nn.Module) -> bool:
@@ -140,7 +140,7 @@ def _composite(module: nn.Module) -> bool:
 
 def _from_structure(model: nn.Module) -> dict[str, str]:
     root = names.unwrap(model)
-    found = (
+    result = (
         _members_of_lists(root, "", _composite, "block of a list")
         or _repeated_siblings(root, "")
         or _members_of_lists(root, "", has_forward, "layer of a list")  # nothing composite repeats
@@ -150,9 +150,9 @@ def _from_structure(model: nn.Module) -> dict[str, str]:
     for name, module in modules.items():
         holder = name.rpartition(".")[0]
         is_large = isinstance(module, _LISTS) and sum(p.numel() for p in module.parameters()) >= LARGE_LIST
-        if is_large and has_forward(modules[holder]) and any(holder.startswith(f"{block}.") for block in found):
+        if is_large and has_forward(modules[holder]) and any(holder.startswith(f"{block}.") for block in result):
             large[holder] = "holds a large list"
-    return {**found, **large}
+    return {**result, **large}
 
 
 def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
@@ -226,17 +226,17 @@ class Grouping:
     def of_plan(cls, model: nn.Module, plan: Plan) -> Grouping:
         """Return the units of ``plan``, measured on ``model``; raise ValueError for what the model does not have."""
         self = cls(model)
-        known = {parameter.name for parameter in self.parameters}
+        parameter_names = {parameter.name for parameter in self.parameters}
         for unit in plan.units:
             for module in unit.modules:
                 if module not in self.modules:
                     near = names.nearest(module, self.modules)
                     raise ValueError(f"the plan's unit {module!r} is no module of this model.{near}")
             self.groups[unit.name] = _Group(unit.modules, unit.kind, unit.why)
-        for each in plan.replicated:
-            if each.name not in known:
-                raise ValueError(f"the plan replicates {each.name!r}, which is no parameter of this model")
-            self.replicated[each.name] = each.why
+        for replicated in plan.replicated:
+            if replicated.name not in parameter_names:
+                raise ValueError(f"the plan replicates {replicated.name!r}, which is no parameter of this model")
+            self.replicated[replicated.name] = replicated.why
         if "" not in self.groups:
             raise ValueError('the plan has no root unit (name ""); take one from shard() and edit that')
         return self
@@ -302,8 +302,8 @@ class Grouping:
         # Joining for one tie may part another; each round removes a unit or makes one that is not removed again.
         while parted := [p for p in ties if len(self._homes(p)) > 1]:
             owners, homes = parted[0].owners, self._homes(parted[0])
-            apart = all(not _nested(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :])
-            if apart and not given_up & set(owners):
+            are_separate = all(not _nested(a, b) for i, a in enumerate(owners) for b in owners[i + 1 :])
+            if are_separate and not given_up & set(owners):
                 self._make_tied_unit(owners, homes)
             else:
                 # One owner contains another: give up the innermost unit between them.
@@ -383,7 +383,7 @@ class Grouping:
 
     def units(self) -> tuple[Unit, ...]:
         """Return the units in the order of the model's modules, the root first."""
-        found = []
+        result = []
         for key, gathered in self._by_home().items():
             group, mine = self.groups[key], [parameter.tensor for parameter in gathered]
             unit = Unit(
@@ -397,8 +397,8 @@ class Grouping:
                 unshard_in_backward=group.kind != "embedding",
                 why=group.why,
             )
-            found.append(unit)
-        return tuple(sorted(found, key=lambda unit: self._order[unit.modules[0]]))
+            result.append(unit)
+        return tuple(sorted(result, key=lambda unit: self._order[unit.modules[0]]))
 
     def replications(self) -> tuple[Replicated, ...]:
         """Return the parameters that every rank holds whole."""

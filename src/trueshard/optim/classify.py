@@ -113,7 +113,7 @@ def _classified(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
         if cls.__name__ in _BY_OWNER:
             # Lower precision would round the difference before it is added.
             in_full = [_dtypes(group) <= {torch.float32, torch.float64} for group in groups]
-            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and each) for each in in_full]
+            return [Verdict(whole=True, decoupled=_BY_OWNER[cls.__name__] and is_full) for is_full in in_full]
         if cls.__name__ in _REFUSED:
             raise refusal(optimizer, _REFUSED[cls.__name__])
     if cls.__name__ in _REFUSED_BY_NAME:
@@ -250,7 +250,7 @@ def _differs_in_a_row(one: Result, two: Result) -> bool:
     """Stricter than ``_differs``: a small noise must not hide behind a row of large changes."""
     for values, others in zip(one.later, two.later, strict=True):
         for before, a, b in zip(one.before, values, others, strict=True):
-            rows = [each.double().reshape(len(each) if each.ndim else 1, -1) for each in (before, a, b)]
+            rows = [tensor.double().reshape(len(tensor) if tensor.ndim else 1, -1) for tensor in (before, a, b)]
             limit = 1e-4 * (rows[1] - rows[0]).abs().amax(1) + 1e-12
             if not bool(((rows[1] - rows[2]).abs().amax(1) <= limit).all()):
                 return True
@@ -287,7 +287,7 @@ def _steps_by_rows(
 
 def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
     """True if ``whole`` has a row for each of its parameter's, and ``pieces`` are what ranks have of it."""
-    if not all(isinstance(each, torch.Tensor) and each.ndim for each in (whole, *pieces)) or len(whole) != rows:
+    if not all(isinstance(value, torch.Tensor) and value.ndim for value in (whole, *pieces)) or len(whole) != rows:
         return False
     same_columns = all(piece.shape[1:] == whole.shape[1:] for piece in pieces)
     return same_columns and _same(torch.cat(pieces), whole)

@@ -99,8 +99,8 @@ def clip_grad_norm_(
         counted = [p.grad for p in members if p.grad is not None and not is_copy(p)]
         total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
-        each = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
-        raise RuntimeError(_not_finite(grads, each, total, norm_type))
+        norms = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
+        raise RuntimeError(_not_finite(grads, norms, total, norm_type))
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
         return total

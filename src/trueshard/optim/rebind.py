@@ -93,16 +93,16 @@ def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     return value
 
 
-def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
+def shard_like(full: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's part of ``whole``, the same on every rank, as a new DTensor placed like ``like``.
 
     It has the shape of ``like``, or a row for each of its rows. A DTensor holds all that this rank is to have of it.
     """
-    region = region_of(like) if whole.shape == like.shape else region_of(like)[:1]
-    if isinstance(whole, DTensor):
-        region = inside(region_of(whole), region)
+    region = region_of(like) if full.shape == like.shape else region_of(like)[:1]
+    if isinstance(full, DTensor):
+        region = inside(region_of(full), region)
     local = _torch.local(like)
-    part = take(_torch.local(whole).detach(), region).to(local.device, copy=True, memory_format=torch.contiguous_format)
+    part = take(_torch.local(full).detach(), region).to(local.device, copy=True, memory_format=torch.contiguous_format)
     return as_shard(part, like)
 
 

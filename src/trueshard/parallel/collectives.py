@@ -227,9 +227,9 @@ def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     first = x.movedim(dim, 0)
     if total < largest * ranks:
         first = torch.cat([first, first.new_zeros((largest * ranks - total, *first.shape[1:]))])
-    found = first.new_empty((largest, *first.shape[1:]))
-    dist.reduce_scatter_tensor(found, first.contiguous(), group=group)
-    return found[: rows_of(total, group.rank(), ranks)[1]].movedim(0, dim).contiguous()
+    part = first.new_empty((largest, *first.shape[1:]))
+    dist.reduce_scatter_tensor(part, first.contiguous(), group=group)
+    return part[: rows_of(total, group.rank(), ranks)[1]].movedim(0, dim).contiguous()
 
 
 def _exchanged(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:
@@ -238,8 +238,8 @@ def _exchanged(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -
     shape[cut] = part_of(x.shape[cut], rank, ranks)[1]
     shapes = [[*shape[:join], part_of(total, other, ranks)[1], *shape[join + 1 :]] for other in range(ranks)]
     sent = x.split([part_of(x.shape[cut], other, ranks)[1] for other in range(ranks)], cut)
-    into, out_of = [math.prod(each) for each in shapes], [each.numel() for each in sent]
+    into, out_of = [math.prod(piece) for piece in shapes], [piece.numel() for piece in sent]
     received = x.new_empty(sum(into))
-    dist.all_to_all_single(received, torch.cat([each.flatten() for each in sent]), into, out_of, group=group)
+    dist.all_to_all_single(received, torch.cat([piece.flatten() for piece in sent]), into, out_of, group=group)
     parts = zip(received.split(into), shapes, strict=True)
-    return torch.cat([part.view(each) for part, each in parts], join)
+    return torch.cat([part.view(shape) for part, shape in parts], join)

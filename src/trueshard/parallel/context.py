@@ -56,17 +56,17 @@ _CHANGES = ("softcap", "sliding_window")
 def language_model(root: nn.Module) -> Any:
     """Return the outermost module of transformers in ``root``; raise ValueError if there is none, or several."""
     transformers: Any = sys.modules.get("transformers")
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name, module in names.named_modules(root) if transformers is not None else ():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
         if isinstance(module, transformers.PreTrainedModel) and not inside:
-            found[name] = module
-    if len(found) != 1:
+            models[name] = module
+    if len(models) != 1:
         raise ValueError(
-            f"context: {_torch.own_class(root).__name__} has {len(found)} models of transformers, and it is through "
+            f"context: {_torch.own_class(root).__name__} has {len(models)} models of transformers, and it is through "
             "their attention interface that ranks share a sequence; give one, or leave out context"
         )
-    return next(iter(found.values()))
+    return next(iter(models.values()))
 
 
 def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
@@ -117,7 +117,7 @@ def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
         why = "its attention does not go through transformers' attention interface"
     elif not all(module.is_causal for module in attention.values()):
         why = "its attention is not causal"
-    elif parameters := [f"{name}.{key}" for name, each in attention.items() for key in _torch.own_parameters(each)]:
+    elif parameters := [f"{name}.{key}" for name, module in attention.items() for key in _torch.own_parameters(module)]:
         why = f"{parameters[0]!r} has values for each head"
     elif hasattr(model, "create_masks_for_generate"):
         why = "it makes masks of its own"
@@ -207,8 +207,10 @@ def attend(
     if group is None or attention_mask is None or not _is_split(attention_mask, query, key, group):
         unsplit: tuple[torch.Tensor, Any] = inner(module, query, key, value, attention_mask, *args, **kwargs)
         return unsplit
-    if given := [name for name in _PER_HEAD if kwargs.get(name) is not None]:
-        raise ValueError(f"context: attention has {given[0]}, with values for each head, which ranks do not share yet")
+    if per_head := [name for name in _PER_HEAD if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"context: attention has {per_head[0]}, with values for each head, which ranks do not share yet"
+        )
     length, heads = attention_mask.shape[-1], query.shape[1]
     if heads % math.lcm(key.shape[1], group.size()):
         return _around(query, key, value, attention_mask, group, kwargs), None
@@ -222,11 +224,11 @@ def attend(
 def _is_split(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, group: dist.ProcessGroup) -> bool:
     if mask.ndim != 4 or mask.shape[-1] == key.shape[2] or mask.shape[-2] not in (0, mask.shape[-1]):
         return False
-    own = part_of(mask.shape[-1], group.rank(), group.size())[1]
-    if (query.shape[2], key.shape[2]) != (own, own):
+    length = part_of(mask.shape[-1], group.rank(), group.size())[1]
+    if (query.shape[2], key.shape[2]) != (length, length):
         raise ValueError(
-            f"attention has {query.shape[2]} queries and {key.shape[2]} keys for {own} of {mask.shape[-1]} positions: "
-            "what trueshard.split_sequence gives goes to the model as it is, and without past_key_values"
+            f"attention has {query.shape[2]} queries and {key.shape[2]} keys for {length} of {mask.shape[-1]} "
+            "positions: what trueshard.split_sequence gives goes to the model as it is, and without past_key_values"
         )
     return True
 
@@ -239,7 +241,7 @@ def _by_heads(
     times = repeated // key.shape[1]
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    return [_exchange(each, 1, 2, length, group) for each in (query, key, value)], heads // repeated
+    return [_exchange(tensor, 1, 2, length, group) for tensor in (query, key, value)], heads // repeated
 
 
 def _around(
@@ -260,15 +262,15 @@ def _around(
         why = "which takes no packed or padded sequences"
     elif length % ranks:
         why = f"which takes parts of one length, and {length} positions have none: choose a multiple of {ranks}"
-    elif given := [name for name in _CHANGES if kwargs.get(name) is not None]:
-        why = f"which knows no {given[0]}"
+    elif changes := [name for name in _CHANGES if kwargs.get(name) is not None]:
+        why = f"which knows no {changes[0]}"
     if why:
         raise ValueError(
             f"context: {ranks} ranks do not divide {heads} attention heads, so keys and values go round, {why}; or "
             "choose a context that divides the heads"
         )
     times = heads // key.shape[1]
-    key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+    key, value = (tensor.repeat_interleave(times, 1) if times > 1 else tensor for tensor in (key, value))
     return _ring(query.contiguous(), key, value, group, kwargs.get("scaling")).transpose(1, 2).contiguous()
 
 
@@ -280,9 +282,9 @@ _ring = torch.compiler.disable(_torch.ring_attention)
 def _own_attention(module: nn.Module, kind: str) -> Any:
     """Return what the file of the module's class uses for ``kind``."""
     for cls in type(module).__mro__:
-        found = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
-        if "ALL_ATTENTION_FUNCTIONS" in found:
-            return found["ALL_ATTENTION_FUNCTIONS"].get_interface(kind, found.get("eager_attention_forward"))
+        namespace = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+        if "ALL_ATTENTION_FUNCTIONS" in namespace:
+            return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(kind, namespace.get("eager_attention_forward"))
     raise ValueError(f"{type(module).__name__} is not of a file with transformers' attention interface")
 
 

@@ -39,22 +39,22 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
 
 
 def _refuse(root: nn.Module, plan: Plan) -> None:
-    if any(isinstance(each, DTensor) for each in root.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         raise ValueError(f"experts={plan.experts}: the model is cut already; give shard() the model before that")
-    found = experts.shared_out(root, plan.experts)
-    modules, replicated = dict(names.named_modules(root)), {each.name for each in plan.replicated}
+    counts = experts.shared_out(root, plan.experts)
+    modules, replicated = dict(names.named_modules(root)), {parameter.name for parameter in plan.replicated}
     units = {unit.name for unit in plan.units if unit.kind == "experts"}
-    for name in found:
+    for name in counts:
         if name not in units:
             raise ValueError(
                 f"experts={plan.experts}: {name!r} is no unit of its own in the plan (tied to another, or the plan was "
                 "made for other ranks): make the plan anew, or leave out experts"
             )
         for attribute, parameter in _torch.own_parameters(modules[name]).items():
-            own = f"{name}.{attribute}"
-            if parameter is not None and (own in replicated or not parameter.is_floating_point()):
+            fqn = f"{name}.{attribute}"
+            if parameter is not None and (fqn in replicated or not parameter.is_floating_point()):
                 raise ValueError(
-                    f"experts={plan.experts}: {own!r} is {parameter.dtype} and cannot be cut (quantised experts, or "
+                    f"experts={plan.experts}: {fqn!r} is {parameter.dtype} and cannot be cut (quantised experts, or "
                     "several dtypes in one module): load it in floating point, or leave out experts"
                 )
         _refuse_adapter(name, modules, plan.experts)
@@ -101,11 +101,11 @@ def cut(root: nn.Module, plan: Plan, axes: Axes) -> None:
     factor = alike.size() / axes.data.size()
     for name in plan.modules_apart:
         module = modules[name]
-        own = _torch.own_parameters(module)
-        for attribute, old in own.items():
+        parameters = _torch.own_parameters(module)
+        for attribute, old in parameters.items():
             if old is not None:
                 placed = distribute_tensor(old.detach(), group, [Shard(0)], src_data_rank=None)
-                own[attribute] = nn.Parameter(placed, requires_grad=old.requires_grad)
+                parameters[attribute] = nn.Parameter(placed, requires_grad=old.requires_grad)
         _route(module, group.get_group(), tensor, factor)
 
 
@@ -116,14 +116,14 @@ def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | No
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = _Tokens(*signature.bind(*args, **kwargs).arguments.values())
-        tokens = _Tokens(*(each.flatten(0, -2) for each in given))
+        inputs = _Tokens(*signature.bind(*args, **kwargs).arguments.values())
+        tokens = _Tokens(*(tensor.flatten(0, -2) for tensor in inputs))
         if tensor is None:
-            found = _travel(tokens, count, group, compute)
+            outputs = _travel(tokens, count, group, compute)
         else:  # all ranks of the axis have the same tokens: each sends its part of them
             parts = _Tokens(*(own_part(token, 0, tensor) for token in tokens))
-            found = gather(_travel(parts, count, group, compute), 0, len(tokens.hidden), tensor)
-        return found.view(given.hidden.shape)
+            outputs = gather(_travel(parts, count, group, compute), 0, len(tokens.hidden), tensor)
+        return outputs.view(inputs.hidden.shape)
 
     # How many rows travel is known when they do: nothing of it is for a compiler.
     module.__dict__["forward"] = torch.compiler.disable(forward)
@@ -132,19 +132,19 @@ def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | No
 def _travel(tokens: _Tokens, count: int, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
     """Return the weighted sum of what the experts of each token, of ``count`` in all, make of it: (tokens, width)."""
     hidden, chosen, weights = tokens
-    ranks, each = group.size(), chosen.shape[-1]
+    ranks, choices = group.size(), chosen.shape[-1]
     chosen = chosen.flatten()
     order = chosen.argsort(stable=True)
     leaving = torch.bincount(chosen, minlength=count)
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving, arriving]).view(2, ranks, -1).sum(-1).tolist()
-    rows = exchange_rows(hidden[order // each], sent, received, group)
+    rows = exchange_rows(hidden[order // choices], sent, received, group)
     here = torch.arange(count, device=rows.device) % (count // ranks)
     expert = here.repeat_interleave(arriving, output_size=len(rows))
     back = exchange_rows(compute(rows, expert), received, sent, group)
-    found = back[order.argsort()].view(len(hidden), each, back.shape[-1])
-    return (found * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    outputs = back[order.argsort()].view(len(hidden), choices, back.shape[-1])
+    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def _compute(
@@ -155,8 +155,8 @@ def _compute(
     if not arrived:  # of a row that nobody reads, so that the gradients here are zeros, as of experts without tokens
         rows, expert = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), expert.new_zeros(1)
     with _parts(module, factor):
-        found: torch.Tensor = inner(rows, expert.unsqueeze(-1), rows.new_ones((len(rows), 1)))
-    return found[:arrived]
+        outputs: torch.Tensor = inner(rows, expert.unsqueeze(-1), rows.new_ones((len(rows), 1)))
+    return outputs[:arrived]
 
 
 @contextlib.contextmanager
@@ -164,7 +164,11 @@ def _parts(module: Any, factor: float) -> Iterator[None]:
     """Inside, ``module`` has this rank's experts alone: plain tensors whose gradients are multiplied by ``factor``."""
     held: Any = _torch.own_parameters(module)
     before, count = dict(held), module.num_experts
-    parts = {name: each.to_local(grad_placements=[Shard(0)]) for name, each in before.items() if each is not None}
+    parts = {
+        name: parameter.to_local(grad_placements=[Shard(0)])
+        for name, parameter in before.items()
+        if parameter is not None
+    }
     try:
         held.update({name: scale_gradient(part, factor) for name, part in parts.items()})
         module.num_experts = next(len(part) for part in parts.values())

@@ -123,13 +123,13 @@ def run_holder(
 
     Raises RuntimeError, with the reason, where it does not run so.
     """
-    own = (p.dtype for p in holder.parameters() if p.is_floating_point() and replace is None)
-    dtype = next(own, torch.float32)
+    dtypes = (p.dtype for p in holder.parameters() if p.is_floating_point() and replace is None)
+    dtype = next(dtypes, torch.float32)
     takes_embeddings = "inputs_embeds" in inspect.signature(holder.forward).parameters
-    given: dict[str, Any] = dict(inputs)
+    arguments: dict[str, Any] = dict(inputs)
     ids: tuple[torch.Tensor, ...] = ()
     if takes_embeddings:
-        given |= {"inputs_embeds": torch.zeros(1, length, _width(holder), dtype=dtype), "use_cache": False}
+        arguments |= {"inputs_embeds": torch.zeros(1, length, _width(holder), dtype=dtype), "use_cache": False}
     else:
         ids = (torch.zeros(1, length, dtype=torch.int64),)
     why = ""
@@ -137,7 +137,7 @@ def run_holder(
         notes, noise = _Notes(visit=visit), torch.Generator().manual_seed(seed)
         stand_in = _stand_in(holder, blocks, notes, noise, norm, dtype, returns_tuple, replace)
         try:
-            notes.output = stand_in(*ids, **given)
+            notes.output = stand_in(*ids, **arguments)
         except Exception as reason:  # whatever a forward raises that was given something unexpected
             # Its words alone: with this frame the exception would be a cycle, which keeps tensors till a collection.
             why = why or f"{type(reason).__name__}: {reason}"
@@ -258,10 +258,10 @@ def _takes_kinds(model: Any, holder: nn.Module, blocks: str) -> bool:
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     masks: Mapping[str, torch.Tensor] = {kind: torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool) for kind in kinds}
     try:
-        given = run_holder(holder, blocks, attention_mask=masks).masks
+        seen = run_holder(holder, blocks, attention_mask=masks).masks
     except RuntimeError:
         return False
-    return bool(given) and all(any(mask is known for known in masks.values()) for mask in given)
+    return bool(seen) and all(any(mask is known for known in masks.values()) for mask in seen)
 
 
 # The norm behind the last block

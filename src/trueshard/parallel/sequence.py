@@ -91,7 +91,7 @@ def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
     blocks = _blocks_of(root, plan, styles)
     norm = last_norm(root, [block.name for block in blocks])
     otherwise = [name for name, word in styles.items() if STYLES[word] != STYLES[REPLICATE]] + [
-        each.name for each in plan.replicated
+        parameter.name for parameter in plan.replicated
     ]
     return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
 
@@ -115,9 +115,11 @@ def _blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[B
         raise ValueError(
             f"tensor: with sequence, the blocks are one list of modules; here: {shown}. Leave out sequence"
         )
-    if whole := next((each for each in plan.replicated if any(block.holds_parts(each.name) for block in result)), None):
+    if replicated := next(
+        (parameter for parameter in plan.replicated if any(block.holds_parts(parameter.name) for block in result)), None
+    ):
         raise ValueError(
-            f"tensor: {whole.name!r} is whole on every rank ({whole.why}), which does not go with sequence"
+            f"tensor: {replicated.name!r} is whole on every rank ({replicated.why}), which does not go with sequence"
         )
     return result
 
@@ -216,8 +218,8 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
     FSDP2 changes the class later, and transformers recomputes in the forward of the class that a layer has then.
     """
-    own: Callable[..., Any] | None = module.__dict__.get("forward")
-    return own if own is not None else lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
+    forward: Callable[..., Any] | None = module.__dict__.get("forward")
+    return forward if forward is not None else lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
 def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
@@ -250,8 +252,8 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
 
     @functools.wraps(holder.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
-        asked = getattr(getattr(holder, "config", None), ASKED, False) if given is None else given
+        argument = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
+        asked = getattr(getattr(holder, "config", None), ASKED, False) if argument is None else argument
         before, state.in_parts, state.asked = (state.in_parts, state.asked), False, bool(asked)
         try:
             output = inner(*args, **kwargs)

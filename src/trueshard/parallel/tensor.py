@@ -36,10 +36,10 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     Raises:
         ValueError: the model cannot be shared; names the module, and what does not fit.
     """
-    asked = plan.tensor > 1 or bool(plan.styles)
+    requested = plan.tensor > 1 or bool(plan.styles)
     plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1))
     if (mesh := arrived_on(root)) is not None:
-        if asked or plan.tensor > 1:
+        if requested or plan.tensor > 1:
             raise ValueError(
                 "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
             )
@@ -51,21 +51,21 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
                 'tensor: styles need ranks that share: add "ranks" to them, or an axis "tensor" to the mesh'
             )
         return plan
-    given = dict(plan.styles)
-    styles = given or own_styles(root)
+    given_styles = dict(plan.styles)
+    styles = given_styles or own_styles(root)
     if unknown := next(((glob, word) for glob, word in styles.items() if word not in STYLES), None):
         raise ValueError(
             f"tensor: {unknown[1]!r}, for {unknown[0]!r}, is no style.{nearest(unknown[1], STYLES)} Styles: "
             f"{', '.join(sorted(STYLES))}"
         )
-    if not given:
+    if not given_styles:
         styles = styles | _of_parted_ties(root, by_name(root, plan, styles, strict=False))
-    found = by_name(root, plan, styles, strict=bool(given))
-    if all(STYLES[word].dim is None for word in found.values()):
+    style_of = by_name(root, plan, styles, strict=bool(given_styles))
+    if all(STYLES[word].dim is None for word in style_of.values()):
         raise ValueError(
             f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
         )
-    _refuse(root, plan, found)
+    _refuse(root, plan, style_of)
     return dataclasses.replace(plan, styles=styles)
 
 
@@ -74,27 +74,28 @@ def arrived_on(root: nn.Module) -> DeviceMesh | None:
 
     Raises ValueError for meshes of several dimensions, or more than one.
     """
-    found: dict[DeviceMesh, str] = {}
+    meshes: dict[DeviceMesh, str] = {}
     for held in names.held_tensors(root, "parameters"):
         if isinstance(held.tensor, DTensor):
-            found.setdefault(held.tensor.device_mesh, held.name)
-    for mesh, name in found.items():
-        if mesh.ndim > 1 or len(found) > 1:
-            first = next(iter(found.values()))
+            meshes.setdefault(held.tensor.device_mesh, held.name)
+    for mesh, name in meshes.items():
+        if mesh.ndim > 1 or len(meshes) > 1:
+            first = next(iter(meshes.values()))
             shown = (
                 f"{name!r} is on {mesh.ndim} dimensions" if mesh.ndim > 1 else f"{first!r} and {name!r} are not on one"
             )
             raise ValueError(f"a model may arrive cut over one mesh of one dimension: {shown}; let shard() cut it")
-    return next(iter(found), None)
+    return next(iter(meshes), None)
 
 
 def own_styles(root: nn.Module) -> dict[str, str]:
     """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
     for name, module in names.named_modules(root):
-        if own := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
-            styles = {f"{name}.{glob}" if name else glob: word for glob, word in own.items()}
-            known = _names(root)
-            return {glob: word for glob, word in styles.items() if _matching(glob, known)}  # as a user would give them
+        if own_plan := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
+            styles = {f"{name}.{glob}" if name else glob: word for glob, word in own_plan.items()}
+            all_names = _names(root)
+            # As a user would give them.
+            return {glob: word for glob, word in styles.items() if _matching(glob, all_names)}
     raise ValueError(
         f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
         'its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
@@ -106,7 +107,7 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
     if plan.tensor == 1:
         return False
     styles = by_name(root, plan, plan.styles, strict=False)
-    return any(name in styles for name, each in names.named_modules(root) if each is module)
+    return any(name in styles for name, other in names.named_modules(root) if other is module)
 
 
 def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -124,15 +125,15 @@ def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: b
 
     Experts that ranks share out have none: each is a whole matrix.
     """
-    apart = tuple(f"{name}." for name in plan.modules_apart)
+    prefixes = tuple(f"{name}." for name in plan.modules_apart)
     modules = dict(names.named_modules(root))
-    known = _names(root)
+    all_names = _names(root)
     result: dict[str, str] = {}
     for glob, word in styles.items():
-        hits = _matching(glob, known)
+        hits = _matching(glob, all_names)
         if strict and not hits:
-            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, known)}")
-        result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(apart)), word)
+            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, all_names)}")
+        result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(prefixes)), word)
     for name in list(result):
         if hasattr(modules.get(name), "lora_A"):
             result |= _of_adapter(name, modules[name], result.pop(name))
@@ -145,9 +146,9 @@ def _names(root: nn.Module) -> list[str]:
     return [*(name for name, _ in names.named_modules(root)), *parameters]
 
 
-def _matching(glob: str, known: list[str]) -> list[str]:
+def _matching(glob: str, all_names: list[str]) -> list[str]:
     matches = re.compile(fnmatch.translate(glob)).match
-    return [name for name in known if matches(name)]
+    return [name for name in all_names if matches(name)]
 
 
 def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
@@ -183,7 +184,7 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
     for name, word in styles.items():
         if name in modules:
             _refuse_module(name, modules[name], word, ranks)
-    whole = {each.name for each in plan.replicated}
+    replicated = {parameter.name for parameter in plan.replicated}
     for held in names.held_tensors(root, "parameters"):
         placements = [_placement(held, i, styles) for i in range(len(held.places))]
         dims = {getattr(placement, "dim", None) for placement in placements}
@@ -194,7 +195,7 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
         dim = dims.pop()
         if dim is None:
             continue
-        if held.name in whole or not held.tensor.is_floating_point():
+        if held.name in replicated or not held.tensor.is_floating_point():
             raise ValueError(
                 f"tensor: {held.name!r} is {held.tensor.dtype} and cannot be cut (a quantised base, or one of several "
                 "dtypes in a module): load the base in floating point, or leave out tensor"
@@ -281,11 +282,11 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh, last_input: LastInput) ->
     Returns what computes on parts of sequences.
     """
     styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
-    whole = {each.name for each in plan.replicated}
+    replicated = {parameter.name for parameter in plan.replicated}
     parts = parts_of(root, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(root, "parameters"):
-        if held.name in whole or isinstance(held.tensor, DTensor):
+        if held.name in replicated or isinstance(held.tensor, DTensor):
             continue
         old: Any = held.tensor
         placed = distribute_tensor(old.detach(), mesh, [_placement(held, 0, styles)], src_data_rank=None)

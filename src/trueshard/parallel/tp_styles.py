@@ -212,10 +212,10 @@ def _own_rows_of(module: Any, inner: Callable[..., Any], group: dist.ProcessGrou
         if padding is not None:  # an index, as the module sees it, of a row without gradient
             module.padding_idx = padding - start if start <= padding < start + rows else None
         try:
-            found = inner((ids - start).masked_fill(others, 0), *args, **kwargs)
+            embedded = inner((ids - start).masked_fill(others, 0), *args, **kwargs)
         finally:
             module.padding_idx = padding
-        return sum_parts(found.masked_fill(others.unsqueeze(-1), 0), group)
+        return sum_parts(embedded.masked_fill(others.unsqueeze(-1), 0), group)
 
     return forward
 
@@ -270,8 +270,8 @@ def _without(
     if hidden is None:
         return None, inner(*args, **kwargs)
     if getattr(inner, "__func__", None) is nn.Linear.forward:  # a compiler recomputes nothing that hides a parameter
-        given = args[0] if args else kwargs["input"]
-        return hidden, F.linear(given, cast(Any, module).weight)
+        inputs = args[0] if args else kwargs["input"]
+        return hidden, F.linear(inputs, cast(Any, module).weight)
     held[str(attribute)] = None
     try:
         return hidden, inner(*args, **kwargs)

@@ -104,12 +104,12 @@ def apply(
     return new_of
 
 
-def _prepare_tensors(originals: list[Held], whole: set[nn.Parameter], device: torch.device) -> None:
+def _prepare_tensors(originals: list[Held], replicated: set[nn.Parameter], device: torch.device) -> None:
     for original in originals:
         parameter = original.tensor
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-        if parameter in whole:
+        if parameter in replicated:
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
             for module, _ in original.places:
@@ -126,7 +126,9 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan, parts: Pa
             names.mix_in(module, methods.GatheredOnAccess)
 
 
-def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: Axes, whole: set[nn.Parameter]) -> None:
+def _shard_unit(
+    unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: Axes, replicated: set[nn.Parameter]
+) -> None:
     members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
     mixed, mesh = plan.mixed_precision or MixedPrecision(), axes.data
@@ -149,7 +151,7 @@ def _shard_unit(unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: 
             cast_forward_inputs=mixed.cast_inputs,
         ),
         offload_policy=offload,
-        ignored_params=whole or None,
+        ignored_params=replicated or None,
     )
     if not unit.unshard_in_backward:
         assert isinstance(members[0], ShardedModule)

@@ -130,15 +130,16 @@ def resolve(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Pl
     plan, units = (Plan.of(how), how.units) if isinstance(how, Options) else (how, "auto")
     exact.check_globs(root, plan)
     if plan.units:
-        found = Grouping.of_plan(root, plan).units()
-        for unit in found:
-            told = plan.unit(unit.name)
-            if (unit.parameters, unit.dtype) != (told.parameters, told.dtype):
+        grouped = Grouping.of_plan(root, plan).units()
+        for unit in grouped:
+            planned = plan.unit(unit.name)
+            if (unit.parameters, unit.dtype) != (planned.parameters, planned.dtype):
                 raise ValueError(
-                    f"the plan's unit {unit.name or '(root)'!r} has {told.parameters:,} elements of {told.dtype}, the "
-                    f"model's has {unit.parameters:,} of {unit.dtype}: the plan was made for another model"
+                    f"the plan's unit {unit.name or '(root)'!r} has {planned.parameters:,} elements of "
+                    f"{planned.dtype}, the model's has {unit.parameters:,} of {unit.dtype}: the plan was "
+                    "made for another model"
                 )
-            policies.reshard_values(plan, told.reshard_after_forward, ranks[-1])
+            policies.reshard_values(plan, planned.reshard_after_forward, ranks[-1])
         plan = dataclasses.replace(plan, ranks=ranks)
         return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1])
     # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would

@@ -233,7 +233,7 @@ class ExactSums:
                 "accumulated was reduced apart from what came last, and those do not add up exactly: call backward() "
                 "after each forward; for a module that the model itself calls again, choose larger units"
             )
-        self.factor, found = 1.0 / self.mesh.size(), self._largest
+        self.factor, largest = 1.0 / self.mesh.size(), self._largest
         self._largest = {}
         if not self._rounds:
             return
@@ -241,7 +241,7 @@ class ExactSums:
         if is_simulated(self.mesh):
             return
         called = sorted(set(self._names.values()))
-        sums = all_reduce(self._in_order(called, found), self.mesh)
+        sums = all_reduce(self._in_order(called, largest), self.mesh)
         # What is not finite is the loss's or the gradient's own matter.
         if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
             self._refuse(called, sums, over)

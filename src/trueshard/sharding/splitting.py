@@ -61,16 +61,16 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
     if runtime is None or mesh is None:
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
-    whole = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
-    _agree(whole, group)
+    full = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    _agree(full, group)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")
-    masks = _masks(runtime, whole)
-    whole = _shifted(whole, ignore_index)
-    whole.setdefault("position_ids", torch.arange(length, device=device).unsqueeze(0))
+    masks = _masks(runtime, full)
+    full = _shifted(full, ignore_index)
+    full.setdefault("position_ids", torch.arange(length, device=device).unsqueeze(0))
     here = part_of(length, group.rank(), group.size())
-    part = {key: _cut(each, ids.shape, *here) for key, each in whole.items() if key != "attention_mask"}
+    part = {key: _cut(value, ids.shape, *here) for key, value in full.items() if key != "attention_mask"}
     return part | {"attention_mask": masks}
 
 
@@ -81,11 +81,14 @@ def _check(batch: Mapping[str, Any]) -> None:
         shown = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise ValueError(f"input_ids: must be a tensor of [batch, length], not {shown}")
     rows, length = ids.shape
-    for key, each in batch.items():
-        if not isinstance(each, torch.Tensor):
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
             continue
-        shape, by_position = tuple(each.shape), each.ndim > 1 and each.shape[1] == length and each.shape[0] in (1, rows)
-        is_mask = key == "attention_mask" and each.ndim == 4 and shape[2:] == (length, length)
+        shape, by_position = (
+            tuple(value.shape),
+            value.ndim > 1 and value.shape[1] == length and value.shape[0] in (1, rows),
+        )
+        is_mask = key == "attention_mask" and value.ndim == 4 and shape[2:] == (length, length)
         if not (by_position or is_mask or shape in ((), (rows,))):
             raise ValueError(
                 f"{key}: {shape} is neither [batch, length, …] nor [batch] of {rows} sequences of {length} positions"
@@ -102,16 +105,16 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
 
 def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
-    tensors = sorted((key, each) for key, each in batch.items() if isinstance(each, torch.Tensor))
-    own = torch.stack([_checksum(each) for _, each in tensors])
-    count = torch.tensor([len(tensors)], device=own.device)
+    tensors = sorted((key, tensor) for key, tensor in batch.items() if isinstance(tensor, torch.Tensor))
+    checksums = torch.stack([_checksum(tensor) for _, tensor in tensors])
+    count = torch.tensor([len(tensors)], device=checksums.device)
     every = [torch.empty_like(count) for _ in range(group.size())]
     dist.all_gather(every, count, group=group)
-    same = len({int(each) for each in every}) == 1
+    same = len({int(count) for count in every}) == 1
     if same:
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(found, own, group=group)
-        differing = torch.stack([each != own for each in found]).any(0).tolist()
+        received = [torch.empty_like(checksums) for _ in range(group.size())]
+        dist.all_gather(received, checksums, group=group)
+        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
     if not same or any(differing):
         which = (
             "tensors" if not same else ", ".join(key for (key, _), bad in zip(tensors, differing, strict=True) if bad)
@@ -137,25 +140,32 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
 
     model = language_model(runtime.root)
     trial = mask_trial(model)
-    ids, given = batch["input_ids"], batch.get("attention_mask")
+    ids, given_mask = batch["input_ids"], batch.get("attention_mask")
     dtype = runtime.compute_dtype or model.dtype
     embeddings = torch.empty((*ids.shape, 0), dtype=dtype, device=ids.device)
     positions = batch.get("position_ids")
-    if positions is None and given is not None and trial.counts_by_mask and bool((given.diff() > 0).any()):
+    if positions is None and given_mask is not None and trial.counts_by_mask and bool((given_mask.diff() > 0).any()):
         raise ValueError(
             f"position_ids: {_torch.own_class(model).__name__} counts them by the mask, which has padding before "
             "tokens: give them"
         )
-    if positions is not None and given is None and not trial.keeps_apart and bool((positions.diff(dim=1) != 1).any()):
+    if (
+        positions is not None
+        and given_mask is None
+        and not trial.keeps_apart
+        and bool((positions.diff(dim=1) != 1).any())
+    ):
         raise ValueError(
             f"position_ids: {_torch.own_class(model).__name__} does not keep packed documents apart: each would see "
             "those before it; give one document a sequence, or a 4-D attention_mask"
         )
-    masks = create_masks_for_generate(model.config, embeddings, given, None, positions if trial.keeps_apart else None)
+    masks = create_masks_for_generate(
+        model.config, embeddings, given_mask, None, positions if trial.keeps_apart else None
+    )
     plain = torch.empty((1, 1, 0, ids.shape[1]), dtype=torch.bool, device=ids.device)
     if not isinstance(masks, dict):
         return plain if masks is None else masks
-    masks = {kind: plain if mask is None else mask for kind, mask in masks.items()}
+    masks = {kind: plain if given_mask is None else given_mask for kind, given_mask in masks.items()}
     if trial.takes_kinds:
         return masks
     if len(masks) > 1:
