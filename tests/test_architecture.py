@@ -217,7 +217,7 @@ def test_words_of_styles_resharding_and_precision_are_compared_in_their_tables_a
 TERMINAL = {
     *("doctor.processes", "train.data.prepared", "train.data.store", "train.run.checks", "train.run.launcher"),
     *("train.run.replay", "train.run.session", "train.run.worker"),
-    *("train.metrics.profiler", "train.metrics.terminal", "train.metrics.trackers"),
+    *("train.metrics.step_metrics", "train.metrics.terminal", "train.metrics.trackers"),
 }
 
 

@@ -18,8 +18,8 @@ from showing import answer, answers, rewarded, write_run, write_samples
 from trueshard.errors import UserError
 from trueshard.train.metrics import answers_page
 from trueshard.train.metrics.answers_page import choose, page
-from trueshard.train.metrics.jsonl import LineSpan, read_steps
 from trueshard.train.metrics.plot import plot
+from trueshard.train.metrics.step_metrics import LineSpan, read_steps
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
 SCHEMES = ("light", "dark")

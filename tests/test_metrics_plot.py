@@ -16,8 +16,7 @@ import chromium
 from messages import lacking, naming
 from showing import record, rewarded, write_run
 from trueshard.errors import UserError
-from trueshard.train.metrics.panels import LOSS, RunRecords, curve, half_life, shown_panels, smoothed
-from trueshard.train.metrics.picture import picture
+from trueshard.train.metrics.curves import RunRecords, curve, half_life, picture, shown_panels, smoothed
 from trueshard.train.metrics.plot import page, plot, read_runs
 
 PLAIN = ["loss", "evaluation_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory", "data_wait"]
@@ -72,7 +71,7 @@ def test_a_wrong_run_is_one_line_with_the_remedy(two: list[Path], tmp_path: Path
 
 
 def test_a_short_run_is_drawn_step_by_step() -> None:
-    found = curve([record(step) for step in range(1, 31)], LOSS)
+    found = curve([record(step) for step in range(1, 31)], "loss")
     assert found is not None
     assert found.step.tolist() == list(range(1, 31))
     assert found.mean.tolist() == [record(step)["loss"] for step in range(1, 31)]
@@ -82,7 +81,7 @@ def test_a_long_run_keeps_its_mean_and_its_extremes() -> None:
     values = np.random.default_rng(0).normal(size=10_007)
     values[[77, 5000]] = [50.0, -50.0]
     records = [record(step, loss=value) for step, value in enumerate(values.tolist(), start=1)]
-    found = curve(records, LOSS, points=100)
+    found = curve(records, "loss", points=100)
     assert found is not None
     assert len(found.step) == 100
     assert found.step[-1] == 10_007
@@ -93,17 +92,17 @@ def test_a_long_run_keeps_its_mean_and_its_extremes() -> None:
 
 def test_what_is_not_finite_is_a_gap_and_counts_nothing() -> None:
     records = [record(step, loss=math.inf if step == 3 else 1.0) for step in range(1, 9)]
-    whole, thinned = curve(records, LOSS), curve(records, LOSS, points=4)
+    whole, thinned = curve(records, "loss"), curve(records, "loss", points=4)
     assert whole is not None
     assert np.isnan(whole.mean).tolist() == [step == 3 for step in range(1, 9)]
     assert thinned is not None
     assert thinned.mean.tolist() == [1.0] * 4
     assert thinned.count.tolist() == [2, 1, 2, 2]
-    assert curve([record(1, loss=math.nan)], LOSS) is None
+    assert curve([record(1, loss=math.nan)], "loss") is None
 
 
 def test_smoothing_weighs_by_distance() -> None:
-    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1102)], LOSS)
+    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1102)], "loss")
     assert found is not None
     line = smoothed(found, 10)
     assert line[[990, 1010]] / line[1000] == pytest.approx([0.5, 0.5], rel=1e-3)
@@ -111,13 +110,13 @@ def test_smoothing_weighs_by_distance() -> None:
 
 
 def test_smoothing_does_not_hold_a_steep_beginning_up() -> None:
-    steep = curve([record(step, loss=1 / step) for step in range(1, 1000)], LOSS)
+    steep = curve([record(step, loss=1 / step) for step in range(1, 1000)], "loss")
     assert steep is not None
     assert smoothed(steep, 500)[[9, 99, 499]] * [10, 100, 500] == pytest.approx(1, rel=0.1)
 
 
 def test_smoothing_keeps_gaps() -> None:
-    found = curve([record(step, loss=math.nan if step == 3 else 1.0) for step in range(1, 9)], LOSS)
+    found = curve([record(step, loss=math.nan if step == 3 else 1.0) for step in range(1, 9)], "loss")
     assert found is not None
     assert smoothed(found, 5).tolist() == pytest.approx([1, 1, math.nan, 1, 1, 1, 1, 1], nan_ok=True)
 
@@ -346,7 +345,7 @@ def test_across_may_be_tokens_and_the_loss_may_be_logarithmic(tab: chromium.Page
 
 @in_a_browser
 def test_smoothing_is_what_the_picture_s_is(tab: chromium.Page, two: list[Path]) -> None:
-    found = curve(read_runs(two)[0].records, LOSS)
+    found = curve(read_runs(two)[0].records, "loss")
     assert found is not None
     assert tab.run("view.half") == 1
     tab.run("(() => { const h = $('half-life'); h.value = 4; h.dispatchEvent(new Event('input')); })()")

@@ -11,7 +11,7 @@ import pytest
 from messages import lacking
 from parity import Ranks
 from showing import trainer
-from trueshard.train.metrics.profiler import Profile
+from trueshard.train.metrics.step_metrics import Profile
 
 
 def recorded(file: Path) -> list[str]:

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from messages import lacking
 from showing import record, rewarded
-from trueshard.train.metrics.picture import draw_result
+from trueshard.train.metrics.curves import draw_result
 from trueshard.train.metrics.terminal import file_list, final_line, final_mean
 
 

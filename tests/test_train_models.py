@@ -459,7 +459,7 @@ def test_fields_inside_a_configuration_are_checked() -> None:
     refused(
         config({"architecture": "llava", "fields": fields}, format="vision"),
         "model.fields.vision_config.hidden_sice",
-        "model.fields.vision_config.hidden_size",
+        "'hidden_size'",
     )
     refused(config(llama(), format="vision"), "'llama'", "images")
 

@@ -20,7 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueshard.train.metrics.jsonl import Line, LineSpan, StepLines, WrongLineError, damage, read_lines, record_of
+from trueshard.train.metrics.step_metrics import (
+    Line,
+    LineSpan,
+    StepLines,
+    WrongLineError,
+    damage,
+    read_lines,
+    record_of,
+)
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.rl.samples import Sample
 from trueshard.train.trainer import Callback, Trainer
@@ -59,11 +67,11 @@ class SamplesWriter(Callback):
     def write(self, answers: Sequence[Line]) -> None:
         """Append answers; those of steps that the file already had are not written again. Only rank 0 writes."""
         fresh = [answer for answer in answers if answer["step"] > self._lines.last]
-        self._lines.write({"step": each["step"], **each} for each in fresh if self._is_due(each["step"], self._every))
-        for each in fresh:
-            first = self._first.setdefault(each["step"], [])
-            if not first or first[0]["prompt"] == each["prompt"]:
-                first.append(each)
+        self._lines.write({"step": line["step"], **line} for line in fresh if self._is_due(line["step"], self._every))
+        for answer in fresh:
+            first = self._first.setdefault(answer["step"], [])
+            if not first or first[0]["prompt"] == answer["prompt"]:
+                first.append(answer)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         shown = self._first.pop(step := record["step"], [])
@@ -90,20 +98,14 @@ def line(
 ) -> Line:
     """Return an answer as `SamplesWriter.write` takes it; ``pieces`` and ``trained_logprobs`` have a value a token."""
     same = ("step", "prompt", "sample", "text", "tokens", "own", "logprobs", "reward", "parts", "finished")
-    found = {key: getattr(sample, key) for key in (*same, "weights_version")}
-    found |= {"prompt_text": prompt_text, "pieces": list(pieces), "advantage": advantage, "used": used}
-    return found if trained_logprobs is None else found | {"trained_logprobs": list(trained_logprobs)}
+    result = {key: getattr(sample, key) for key in (*same, "weights_version")}
+    result |= {"prompt_text": prompt_text, "pieces": list(pieces), "advantage": advantage, "used": used}
+    return result if trained_logprobs is None else result | {"trained_logprobs": list(trained_logprobs)}
 
 
 def read_samples(path: Path) -> list[Line]:
-    """Read the answers of a file; none if it does not exist.
-
-    A last line that a crash cut off is left out. Raises `UserError` if another line is damaged.
-    """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        return list(read_lines(file, path, answer_of))
+    """Return the answers of a file, as `read_lines` reads it."""
+    return [answer for _, answer in read_lines(path, answer_of)]
 
 
 def read_some(path: Path, places: Sequence[LineSpan]) -> Iterator[Line]:
@@ -136,12 +138,12 @@ def markdown(answers: Sequence[Line]) -> str:
     """Return the prompt, the best and the worst of some answers to it as Markdown; the texts are literal."""
     best, worst = (choose(answers, key=lambda answer: answer["reward"]) for choose in (max, min))
     shown = [f"**Prompt {best['prompt']}**, {len(answers)} answers", _literal(best.get("prompt_text", ""))]
-    for word, each in [("Best", best), ("Worst", worst)] if len(answers) > 1 else [("Answer", best)]:
-        shown += [f"**{word}:** {score(each)}", _literal(each["text"])]
+    for word, answer in [("Best", best), ("Worst", worst)] if len(answers) > 1 else [("Answer", best)]:
+        shown += [f"**{word}:** {_score(answer)}", _literal(answer["text"])]
     return "\n\n".join(shown)
 
 
-def score(answer: Mapping[str, Any]) -> str:
+def _score(answer: Mapping[str, Any]) -> str:
     """Return reward, its parts and the length of an answer in words."""
     parts = ", ".join(f"`{name}` {value:.4g}" for name, value in answer.get("parts", {}).items())
     tokens = f", {len(answer['tokens'])} tokens" if "tokens" in answer else ""

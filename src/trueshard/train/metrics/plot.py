@@ -5,7 +5,6 @@ frame and style of the planner's page.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,10 +20,9 @@ from trueshard.planner.report.frame import framed
 from trueshard.text import nearest
 from trueshard.train.metrics import answers_page
 from trueshard.train.metrics.answers import NAME as ANSWERS
-from trueshard.train.metrics.jsonl import read_steps
-from trueshard.train.metrics.panels import PANELS, RunCurve, RunRecords, Values, curve, half_life, shown_panels
-from trueshard.train.metrics.picture import picture
-from trueshard.train.metrics.step_metrics import NAME, read_metrics
+from trueshard.train.metrics.answers_page import rounded
+from trueshard.train.metrics.curves import PANELS, RunCurve, RunRecords, curve, half_life, picture, shown_panels
+from trueshard.train.metrics.step_metrics import NAME, read_metrics, read_steps
 from trueshard.train.metrics.terminal import final_line, final_mean, has_reward
 
 HERE = "trueshard.train.metrics"
@@ -38,19 +36,18 @@ def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
     """
     if out is not None and out.suffix.lower() not in FORMS:
         raise UserError(f"--out {out}: its name must end in {' or '.join(FORMS)}")
-    found, first = read_runs(runs), runs[0].expanduser()
+    records, first = read_runs(runs), runs[0].expanduser()
     folder = Path() if len(runs) > 1 else first if first.is_dir() else first.parent
     targets = [folder / f"curves{suffix}" for suffix in FORMS] if out is None else [out.expanduser()]
     if not (into := targets[0].absolute().parent).is_dir() or not os.access(into, os.W_OK):
         raise UserError(f"--out {targets[0]}: there is no folder {into} that can be written to")
     for target in targets:
-        made = FORMS[target.suffix.lower()](found)
         with replacing(target) as scratch:
-            scratch.write_bytes(made)
+            scratch.write_bytes(FORMS[target.suffix.lower()](records))
     answers = folder / ANSWERS
     if out is None and len(runs) == 1 and answers.exists() and (places := read_steps(answers)):
         targets.append(folder / "samples.html")
-        replace_text(targets[-1], answers_page.page(found[0].name, answers, places))
+        replace_text(targets[-1], answers_page.page(records[0].name, answers, places))
     return targets
 
 
@@ -71,17 +68,15 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
 
 def _file(path: Path) -> Path:
     file = path.expanduser().resolve()
-    if file.is_dir():
-        if not (file / NAME).exists():
-            below = sorted(each.parent.name for each in file.glob(f"*/{NAME}"))
-            inside = f"; runs in it: {', '.join(below[:5])}" if below else ""
-            raise UserError(f"{path} has no {NAME}: it is not a run's folder, or the run has taken no step{inside}")
-        return file / NAME
+    if file.is_dir() and not (file / NAME).exists():
+        below = sorted(run.parent.name for run in file.glob(f"*/{NAME}"))
+        inside = f"; runs in it: {', '.join(below[:5])}" if below else ""
+        raise UserError(f"{path} has no {NAME}: it is not a run's folder, or the run has taken no step{inside}")
     if not file.exists():
-        beside = [each.name for each in file.parent.glob("*") if each.is_dir() or each.suffix == ".jsonl"]
+        beside = [run.name for run in file.parent.glob("*") if run.is_dir() or run.suffix == ".jsonl"]
         near = nearest(file.name, beside)
         raise UserError(f"{path} does not exist.{near} A run is its folder, or the {NAME} in it")
-    return file
+    return file / NAME if file.is_dir() else file
 
 
 def page(runs: Sequence[RunRecords]) -> str:
@@ -92,7 +87,7 @@ def page(runs: Sequence[RunRecords]) -> str:
         "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "half_life": half_life(runs),
         "tokens": all("tokens" in record for run in runs for record in run.records if record["step"]),
-        "panels": [asdict(panel) for panel in shown_panels(runs)],
+        "panels": [{**asdict(panel), "note": panel.note} for panel in shown_panels(runs)],
         "runs": [_run(run) for run in runs],
     }
     return framed(
@@ -105,47 +100,36 @@ def page(runs: Sequence[RunRecords]) -> str:
     )
 
 
-BEST: dict[str, Callable[[Values], Any]] = {"evaluation_loss": np.nanmin, "evaluation_reward": np.nanmax}
-"""Key of evaluations → how the best is chosen."""
-
-
 def _run(run: RunRecords) -> dict[str, Any]:
-    every = [other for panel in PANELS for other in (panel, *panel.others)]
-    found = {panel.key: each for panel in every if (each := curve(run.records, panel)) is not None}
-    best = {key: pick(found[key].mean) for key, pick in BEST.items() if key in found}
+    keys = {key for panel in PANELS for key in (panel.key, panel.dashed, panel.band)}
+    curves = {key: points for key in keys if (points := curve(run.records, key)) is not None}
+    bests = {"evaluation_loss": np.nanmin, "evaluation_reward": np.nanmax}
     rewarded, last = has_reward(run.records), run.records[-1]
     return {
         "name": run.name,
         "steps": last["step"],
         "tokens": last.get("tokens"),
-        "reward": _number(final_mean(run.records, "reward")[0]) if rewarded else None,
-        "loss": None if rewarded else _number(final_mean(run.records)[0]),
-        **{f"best_{key}": _number(float(value)) for key, value in best.items()},
+        "reward": rounded(final_mean(run.records, "reward")[0], 7) if rewarded else None,
+        "loss": None if rewarded else rounded(final_mean(run.records)[0], 7),
+        **{f"best_{key}": rounded(float(best(curves[key].mean)), 7) for key, best in bests.items() if key in curves},
         "rate": _median(run, "tokens_per_second"),
         "mfu": _median(run, "mfu"),
-        "memory": float(np.nanmax(found["memory"].high)) if "memory" in found else None,
+        "memory": float(np.nanmax(curves["memory"].high)) if "memory" in curves else None,
         "seconds": sum(record.get("seconds", 0.0) for record in run.records),
-        "curves": {key: _plain(each) for key, each in found.items()},
+        "curves": {key: _plain(points) for key, points in sorted(curves.items())},
     }
 
 
 def _median(run: RunRecords, key: str) -> float | None:
     """Return the median: slow steps at the start or beside a checkpoint do not move it."""
     values = [record[key] for record in run.records if key in record]
-    return _number(statistics.median(values)) if values else None
+    return rounded(statistics.median(values), 7) if values else None
 
 
-def _plain(found: RunCurve) -> dict[str, list[float | None]]:
+def _plain(points: RunCurve) -> dict[str, list[float | None]]:
     """Return a curve as JSON values; low, high and count only if points stand for several steps."""
-    keys = ["step", "tokens", "mean", *(["low", "high", "count"] if (found.count > 1).any() else [])]
-    return {key: [_number(value) for value in getattr(found, key).tolist()] for key in keys}
-
-
-def _number(value: float) -> float | None:
-    """Round to seven digits; return an integer if it is whole, and None if it is not finite."""
-    if not math.isfinite(value):
-        return None
-    return int(value) if value == int(value) else float(f"{value:.7g}")
+    keys = ["step", "tokens", "mean", *(["low", "high", "count"] if (points.count > 1).any() else [])]
+    return {key: [rounded(value, 7) for value in getattr(points, key).tolist()] for key in keys}
 
 
 FORMS: dict[str, Callable[[Sequence[RunRecords]], bytes]] = {".png": picture, ".html": lambda runs: page(runs).encode()}

@@ -1,4 +1,4 @@
-"""Metrics of each step, and `metrics.jsonl`.
+"""Metrics of each step, the files with a line a step, and profiles of some steps.
 
 Model FLOPs utilisation (MFU) is a model's operations over a device's peak. Operations a token: 6 N + 12 L H Q T, with N
 parameters, L layers, H heads of size Q and T tokens a sequence (PaLM, Chowdhery et al. 2022, appendix B). Forward takes
@@ -9,26 +9,36 @@ An unknown value is absent, never 0; memory and data wait are the largest of all
 alone, without evaluations and checkpoints.
 
 `metrics.jsonl` has one JSON object a step, numbered 1, 2, 3, … without gaps or repeats, also after a resume; 0 is an
-evaluation before training.
+evaluation before training. Non-finite numbers are null in the file, so that every language can read it, and NaN when
+read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from trueshard.errors import UserError
+from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.train.data.loader import Loader
-from trueshard.train.metrics.jsonl import StepLines, read_lines
 from trueshard.train.trainer import Callback, Trainer, over_ranks
 
+Line = dict[str, Any]
+
 NAME = "metrics.jsonl"
+START = re.compile(rb'\{"step": (\d+),')
+"""Start of a line that `StepLines` has written."""
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
@@ -105,15 +115,124 @@ def _memory(device: torch.device) -> dict[str, int]:
     return {"memory_allocated": allocated, "memory_reserved": reserved}
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file; none if it does not exist.
+# Files with a line a step, in the order of steps
 
-    A last line that a crash cut off is left out. Raises `UserError` if another line is damaged.
+
+class WrongLineError(ValueError):
+    """A line is wrong; the message follows its number."""
+
+
+class LineSpan(NamedTuple):
+    """The place of a line in its file."""
+
+    step: int
+    number: int  # from 1
+    first: int  # byte at which it begins
+    size: int  # bytes of the line, its end included
+
+
+def record_of(line: bytes) -> Line:
+    """Return a line as a record. Raises ValueError, TypeError or KeyError if it is no object with a step."""
+    record = json.loads(line)
+    record["step"] = int(record["step"])
+    if b"null" in line:
+        record = _mapped(record, lambda value: math.nan if value is None else value)
+    return record
+
+
+def _line_of(record: Line) -> bytes:
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_mapped(record, lambda value: None if _is_lost(value) else value), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(item, change) for item in value]
+    return change(value)
+
+
+def read_lines(path: Path, read: Callable[[bytes], Line] = record_of) -> Iterator[tuple[LineSpan, Line]]:
+    """Yield place and record of each line of a file, if it exists; leave a last line out that a crash cut off.
+
+    Raises `UserError` with the number of another line that ``read`` raises ValueError, TypeError or KeyError for.
     """
     if not path.exists():
-        return []
+        return
+    damaged, first = None, 0
     with path.open("rb") as file:
-        return list(read_lines(file, path))
+        for number, line in enumerate(file, start=1):
+            if damaged is not None:
+                raise damaged
+            try:
+                record = read(line)
+            except (ValueError, TypeError, KeyError) as error:
+                damaged = damage(path, number, error)
+            else:
+                yield LineSpan(record["step"], number, first, len(line)), record
+            first += len(line)
+
+
+def damage(path: Path, number: int, error: Exception) -> UserError:
+    """Return what to raise for a damaged line."""
+    reason = str(error) if isinstance(error, WrongLineError) else "is no JSON object with a step"
+    return UserError(f"{path}, line {number}: {reason}; delete that line, or move the file away")
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """Return the records of a file, as `read_lines` reads it."""
+    return [record for _, record in read_lines(path)]
+
+
+def read_steps(path: Path) -> list[LineSpan]:
+    """Return the place of each line; of lines that `StepLines` wrote, only start and end are looked at."""
+
+    def step_of(line: bytes) -> Line:
+        known = START.match(line) if line.endswith(b"}\n") else None
+        return {"step": int(known[1])} if known else record_of(line)
+
+    return [span for span, _ in read_lines(path, step_of)]
+
+
+class StepLines:
+    """Appends to a file of steps; a resumed run has each step once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = 0  # last step of the file when it was opened
+        self._file: BinaryIO | None = None
+
+    def open(self, step: int) -> None:
+        """Cut off what comes after ``step``, and a line that a crash cut; a run from its beginning has no line yet."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [span for span in read_steps(self.path) if step and span.step <= step]
+        self.last, end = (kept[-1].step, kept[-1].first + kept[-1].size) if kept else (0, 0)
+        self._file = self.path.open("ab")
+        os.truncate(self.path, end)
+        with self.path.open("rb") as file:
+            file.seek(max(0, end - 1))
+            if file.read() not in (b"", b"\n"):
+                self._file.write(b"\n")
+
+    def write(self, records: Iterable[Line]) -> None:
+        """Append records; nothing if the file is not open."""
+        if self._file is not None:
+            self._file.write(b"".join(map(_line_of, records)))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file if it is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def before_training(trainer: Trainer, record: Mapping[str, float]) -> dict[str, Any] | None:
@@ -142,3 +261,53 @@ class MetricsWriter(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         self._lines.close()
+
+
+# Profiles
+
+
+class Profile(Callback):
+    """Profiles the steps `first` (from 2 on) … `last` since the start of the process by torch's profiler.
+
+    Each rank writes `rank-N.json.gz`, for Perfetto or chrome://tracing. The step before is profiled and dropped, so
+    that the profiler's own start is not in the trace. A resumed run is profiled too, after its own warm-up.
+    """
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        self._folder, self._first, self._last = folder, first, last
+        self._profiler: torch.profiler.profile | None = None
+        self._taken, self._written, self._rank = 0, False, 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._rank = trainer.rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at its start and stop
+        steps = torch.profiler.schedule(wait=self._first - 2, warmup=1, active=self._last - self._first + 1, repeat=1)
+        self._profiler = torch.profiler.profile(schedule=steps, on_trace_ready=self._write, acc_events=True)
+        self._profiler.start()
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self._taken += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._taken == self._last:
+            self.on_end(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        last = min(self._taken, self._last)
+        steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+        message = f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz"
+        if not self._written:
+            message = f"No profile: the run ended before step {self._first} since its start"
+        if self._rank == 0:
+            print(message, flush=True)
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"rank-{self._rank}.json.gz"
+        with replacing(file) as scratch:  # of the same suffix, by which the profiler gzips
+            profiler.export_chrome_trace(str(scratch))
+        self._written = True

@@ -49,38 +49,36 @@ class Display(Callback):
 
     def __init__(self, log_every: int = 10) -> None:
         self._log_every = log_every
-        self._shown, self._first, self._steps = False, 1, 0
+        self._shown, self._first = False, 1
         self._since: list[dict[str, Any]] = []
         self._rewards: deque[float] = deque(maxlen=2 * LAST_STEPS)
         self._bar: Progress | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        self._shown, self._first, self._steps = trainer.rank == 0, trainer.step + 1, trainer.steps
+        self._shown, self._first = trainer.rank == 0, trainer.step + 1
         console = Console(highlight=False)
         if self._shown and console.is_terminal and not console.is_dumb_terminal:
             self._bar = bar(console)
-            self._task = self._bar.add_task(
-                "", total=trainer.steps, completed=trainer.step, figures="[dim]first step …"
-            )
+            figures = "[dim]first step …"
+            self._task = self._bar.add_task("", total=trainer.steps, completed=trainer.step, figures=figures)
             self._bar.start()
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if not self._shown:
             return
         step, finite = record["step"], math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-        self._since.append(record)
         if "reward" in record:
             self._rewards.append(record["reward"])
             record = record | {"reward_trend": trend(self._rewards)}
-            self._since[-1] = record
+        self._since.append(record)
         if not finite and trainer.scaler is None:
             print(
-                f"step {step}/{self._steps}  loss {record['loss']:.4f}, gradient norm {record['grad_norm']:.4f}: "
+                f"step {step}/{trainer.steps}  loss {record['loss']:.4f}, gradient norm {record['grad_norm']:.4f}: "
                 f"not finite, skipped ({trainer.skipped} of at most {trainer.skip_nonfinite})",
                 flush=True,
             )
-        elif self._bar is None and (step % self._log_every == 0 or step in (self._first, self._steps)):
-            print(f"step {step}/{self._steps}  {'  '.join(figures(together(self._since)).values())}", flush=True)
+        elif self._bar is None and (step % self._log_every == 0 or step in (self._first, trainer.steps)):
+            print(f"step {step}/{trainer.steps}  {'  '.join(figures(together(self._since)).values())}", flush=True)
             self._since = []
         if self._bar is not None:
             self._since = self._since[-self._log_every :]
@@ -89,11 +87,12 @@ class Display(Callback):
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
-            rewarded = "reward" in record  # the trainer looks for the smallest of minus the rewards
-            best = "  best so far" if (-record["reward"] if rewarded else record["loss"]) <= trainer.best else ""
-            said = f"reward {record['reward']:.3f}" if rewarded else f"loss {record['loss']:.4f}"
+            loss, result = record["loss"], f"loss {record['loss']:.4f}"
+            if "reward" in record:  # the trainer looks for the smallest of minus the rewards
+                loss, result = -record["reward"], f"reward {record['reward']:.3f}"
+            best = "  best so far" if loss <= trainer.best else ""
             perplexity = f"  perplexity {_short(record['perplexity'])}" if "perplexity" in record else ""
-            print(f"evaluation at step {trainer.step}  {said}{perplexity}{best}", flush=True)
+            print(f"evaluation at step {trainer.step}  {result}{perplexity}{best}", flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._bar is not None:
@@ -113,20 +112,19 @@ def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def figures(record: dict[str, Any]) -> dict[str, str]:
     """Return the known values of a step as text, by the keys of `WIDTHS`."""
-    said = {"loss": f"loss {record['loss']:.4f}"}
+    result = {"loss": f"loss {record['loss']:.4f}"}
     if "reward" in record:
-        said = {"reward": f"reward {record['reward']:.3f}{_arrow(record.get('reward_trend'))}"}
-    said["tokens/s"] = f"{record['tokens_per_second']:,.0f} tokens/s"
+        result = {"reward": f"reward {record['reward']:.3f}{_arrow(record.get('reward_trend'))}"}
+    result["tokens/s"] = f"{record['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in record:
-        said["MFU"] = f"MFU {record['mfu']:.1%}"
+        result["MFU"] = f"MFU {record['mfu']:.1%}"
     used = record.get("memory_reserved", record.get("memory_allocated"))
     if used is not None:
         planned = f" of {record['memory_planned'] / GIB:.1f}" if "memory_planned" in record else ""
-        said["memory"] = f"{used / GIB:.1f}{planned} GiB"
-    waited = record["data_wait"] / record["seconds"]
-    if waited >= WAITING:
-        said["waiting"] = f"{min(waited, 1):.0%} data wait"
-    return said
+        result["memory"] = f"{used / GIB:.1f}{planned} GiB"
+    if (waited := record["data_wait"] / record["seconds"]) >= WAITING:
+        result["waiting"] = f"{min(waited, 1):.0%} data wait"
+    return result
 
 
 def trend(rewards: Sequence[float]) -> float | None:
@@ -139,15 +137,15 @@ def trend(rewards: Sequence[float]) -> float | None:
 def _arrow(change: float | None) -> str:
     if change is None:
         return ""
-    said = f"{abs(change):.3f}"
-    return f" {'→' if float(said) == 0 else '↑' if change > 0 else '↓'} {said}"
+    size = f"{abs(change):.3f}"
+    return f" {'→' if float(size) == 0 else '↑' if change > 0 else '↓'} {size}"
 
 
 def fitting(record: dict[str, Any], width: int) -> str:
     """Return the values of a step for which a terminal of `width` columns has room."""
-    found = figures(record)
-    more = max(0, len(next(iter(found.values()))) - len("loss 2.1234"))
-    return "  ".join(words for key, words in found.items() if not WIDTHS[key] or width >= WIDTHS[key] + more)
+    values = figures(record)
+    more = max(0, len(next(iter(values.values()))) - len("loss 2.1234"))
+    return "  ".join(text for key, text in values.items() if not WIDTHS[key] or width >= WIDTHS[key] + more)
 
 
 def bar(console: Console) -> Progress:
@@ -180,16 +178,14 @@ def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, 
     if has_reward(records):
         return _final_reward(records)
     loss, count = final_mean(records)
-    over = f" (mean of the last {count} steps)" if count > 1 else ""
-    said = [f"Loss {loss:.3f} nats a {unit}{over}"]
-    evaluated = [record for record in records if "evaluation_loss" in record]
-    if evaluated:
+    parts = [f"Loss {loss:.3f} nats a {unit}" + (f" (mean of the last {count} steps)" if count > 1 else "")]
+    if evaluated := [record for record in records if "evaluation_loss" in record]:
         last = evaluated[-1]
         perplexity = f", perplexity {_short(last['evaluation_perplexity'])}" if "evaluation_perplexity" in last else ""
-        said.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
+        parts.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
     if entropy is not None:
-        said.append(f"unigram entropy of the text {entropy:.3f}")
-    return "; ".join(said)
+        parts.append(f"unigram entropy of the text {entropy:.3f}")
+    return "; ".join(parts)
 
 
 def _final_reward(records: Sequence[dict[str, Any]]) -> str:
@@ -197,19 +193,16 @@ def _final_reward(records: Sequence[dict[str, Any]]) -> str:
     taken = [record for record in records if "reward" in record]
     count = min(LAST_STEPS, max(1, len(taken) // 2))
     first, last = final_mean(taken[:count], "reward")[0], final_mean(taken[-count:], "reward")[0]
-    said = [f"Reward {last:.3f}"]
-    if len(taken) > 1:
-        steps = f"{count} steps" if count > 1 else "step"
-        said = [f"Reward {last:.3f} in the last {steps}, {first:.3f} in the first"]
+    steps = f"{count} steps" if count > 1 else "step"
+    result = f"Reward {last:.3f}" + (f" in the last {steps}, {first:.3f} in the first" if len(taken) > 1 else "")
     evaluated = [record for record in records if "evaluation_reward" in record]
-    shown = evaluated[:2] if evaluated and evaluated[0]["step"] == 0 else evaluated[:1]
-    if len(evaluated) > len(shown):
-        shown = [*shown, evaluated[-1]]
-    if shown:
-        when = [f"at step {record['step']}" if record["step"] else "before training" for record in shown]
-        values = (f"{record['evaluation_reward']:.3f} {place}" for record, place in zip(shown, when, strict=True))
-        said.append("evaluation " + ", ".join(values))
-    return "; ".join(said)
+    shown = evaluated[: 2 if evaluated and evaluated[0]["step"] == 0 else 1]
+    shown += evaluated[-1:] if len(evaluated) > len(shown) else []
+    values = [
+        f"{record['evaluation_reward']:.3f} {'at step ' + str(record['step']) if record['step'] else 'before training'}"
+        for record in shown
+    ]
+    return result + (f"; evaluation {', '.join(values)}" if values else "")
 
 
 def _short(value: float) -> str:

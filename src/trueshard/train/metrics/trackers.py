@@ -10,7 +10,7 @@ import importlib.util
 import math
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,10 @@ from trueshard.train.trainer import Callback, Trainer
 
 
 class Tracker(Protocol):
-    """Shows metrics elsewhere; called on rank 0 only."""
+    """Shows metrics elsewhere; called on rank 0 only.
+
+    One that shows texts too has a method ``text(step, tag, markdown)``.
+    """
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
         """Begin a run or, in the same folder, continue it after ``step``; later steps will be told again."""
@@ -31,13 +34,6 @@ class Tracker(Protocol):
 
     def finish(self) -> None:
         """End the run."""
-
-
-class TextTracker(Tracker, Protocol):
-    """A tracker that shows texts too; other trackers are told none."""
-
-    def text(self, step: int, tag: str, markdown: str) -> None:
-        """Take a text of a step."""
 
 
 class TensorBoard:
@@ -83,13 +79,12 @@ class WandB:
             )
         self._next = self._run.step
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
         if step >= self._next:  # the first one that the run does not have
             self._run.log(dict(values), step=step)
 
     def text(self, step: int, tag: str, markdown: str) -> None:
-        if step >= self._next:
-            self._run.log({tag: self._page(markdown)}, step=step)
+        self.log(step, {tag: self._page(markdown)})
 
     def _page(self, markdown: str) -> Any:
         import wandb
@@ -108,8 +103,8 @@ class Trackio(WandB):
         from trackio.sqlite_storage import SQLiteStorage
 
         name = f"{folder.resolve().name}-{_run_id(folder)}"
-        known = SQLiteStorage.get_max_step_for_run(project, name)
-        self._next = 0 if known is None else known + 1
+        last = SQLiteStorage.get_max_step_for_run(project, name)
+        self._next = 0 if last is None else last + 1
         self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
 
     def _page(self, markdown: str) -> Any:
@@ -154,8 +149,7 @@ class Tracking(Callback):
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        for tracker in list(self._trackers):
-            self._try(tracker, f"at step {record['step']}", tracker.log, record["step"], finite)
+        self._tell(f"at step {record['step']}", "log", record["step"], finite)
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if (first := before_training(trainer, record)) is not None:
@@ -163,18 +157,16 @@ class Tracking(Callback):
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         """Pass a text to the trackers that show texts."""
-        for tracker in list(self._trackers):
-            if (show := getattr(tracker, "text", None)) is not None:
-                self._try(tracker, f"at step {step}", show, step, tag, markdown)
+        self._tell(f"at step {step}", "text", step, tag, markdown)
 
     def on_end(self, trainer: Trainer) -> None:
-        for tracker in list(self._trackers):
-            self._try(tracker, "at the end", tracker.finish)
+        self._tell("at the end", "finish")
 
-    def _try(self, tracker: Tracker, when: str, call: Callable[..., None], *arguments: Any) -> None:
-        try:
-            call(*arguments)
-        except Exception as error:
-            self._trackers.remove(tracker)
-            name = type(tracker).__name__
-            print(f"{name} failed {when} ({one_line(error)}) and is told no more; metrics.jsonl is whole", flush=True)
+    def _tell(self, when: str, method: str, *arguments: Any) -> None:
+        for tracker in list(self._trackers):
+            try:
+                getattr(tracker, method, lambda *_: None)(*arguments)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                name, reason = type(tracker).__name__, one_line(error)
+                print(f"{name} failed {when} ({reason}) and is told no more; metrics.jsonl is whole", flush=True)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,8 +59,8 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
     arguments = dict(section.arguments)
     if checking and needs_values(section):
         arguments["init_lora_weights"] = True
-    said = functools.partial(with_kind, most=300)  # PEFT writes out modules before it says what is wrong
-    with explained("[adapter] is refused by PEFT", "correct it", detail=said), warnings.catch_warnings():
+    detail = functools.partial(with_kind, most=300)  # PEFT writes out modules before it says what is wrong
+    with explained("[adapter] is refused by PEFT", "correct it", detail=detail), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about what PEFT asks it
         config = peft.LoraConfig(
             r=section.rank,
@@ -83,12 +83,11 @@ def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
             raise UserError(f"adapter.arguments.{name}: PEFT's LoraConfig has no such field.{nearest(name, known)}")
     modules = [name for name, _ in model.named_modules() if name]
     ends = {name.rpartition(".")[2] for name in modules}
-    wanted = [("targets", name) for name in (section.targets if isinstance(section.targets, list) else [])]
-    for key, name in [*wanted, *(("save_modules", name) for name in section.save_modules)]:
-        if not any(module == name or module.endswith(f".{name}") for module in modules):
-            raise UserError(
-                f"adapter.{key}: no module of the model is called {name!r}; correct it.{nearest(name, ends)}"
-            )
+    targets = section.targets if isinstance(section.targets, list) else []
+    for key, name in [*(("targets", name) for name in targets), *(("save_modules", n) for n in section.save_modules)]:
+        if not any(f".{module}".endswith(f".{name}") for module in modules):
+            near = nearest(name, ends)
+            raise UserError(f"adapter.{key}: no module of the model is called {name!r}; correct it.{near}")
 
 
 def is_saved_whole(name: str, section: AdapterSection | None) -> bool:
@@ -112,10 +111,12 @@ def _wrappers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def added(model: nn.Module) -> set[str]:
-    """Return the names of the adapter's parameters and buffers."""
-    found = [(f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)]
-    found += [(f"{name}.modules_to_save", wrapper.modules_to_save) for name, wrapper in _wrappers(model)]
-    return {name for prefix, part in found for name, _ in (*part.named_parameters(prefix), *part.named_buffers(prefix))}
+    """Return the names of the adapter's parameters and buffers; none for a model without one."""
+    if not hasattr(model, "peft_config"):
+        return set()
+    parts = [(f"{name}.{key}", part) for name, layer in layers(model) for key, part in _parts(layer)]
+    parts += [(f"{name}.modules_to_save", wrapper.modules_to_save) for name, wrapper in _wrappers(model)]
+    return {name for prefix, part in parts for name, _ in (*part.named_parameters(prefix), *part.named_buffers(prefix))}
 
 
 def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -126,24 +127,23 @@ def _parts(layer: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, part
 
 
-def initialise(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> None:
+def initialise(model: nn.Module, twin: Any, seed: int, device: torch.device) -> None:
     """Give the adapters of ``model`` memory and their first values, except those that ``settle`` computes.
 
     Values of a layer follow from ``seed`` and its name; those of ``twin``, the same model not sharded, are made one by
     one.
     """
-    twins, peft_model = dict(layers(twin)), cast(Any, twin)
+    twins = dict(layers(twin))
     for name, layer in layers(model):
-        for _, part in _parts(layer):
+        other = twins[name]
+        for _, part in (*_parts(layer), *_parts(other)):
             part.to_empty(device=device)
         with seeded(seed, name, device):
-            other = twins[name]
             for _, part in _parts(other):
-                part.to_empty(device=device)
                 for module in part.modules():
                     if callable(reset := getattr(module, "reset_parameters", None)):
                         reset()
-            for adapter, config in peft_model.peft_config.items():
+            for adapter, config in twin.peft_config.items():
                 if config.init_lora_weights:
                     other.reset_lora_parameters(adapter, config.init_lora_weights)
             ours = dict(_parts(layer))
@@ -169,8 +169,8 @@ def settle(model: nn.Module) -> None:
             if isinstance(base, QuantizedLinear):
                 weight = dequantise(gather(base.packed), base.kind, base.in_features, base.dtype)
             else:
-                held = _torch.own_parameters(base)["weight"]  # reading the attribute may compute something else
-                weight = gather(cast(torch.Tensor, held))
+                stored: Any = _torch.own_parameters(base)["weight"]  # reading the attribute may compute another
+                weight = gather(stored)
             stand_in.weight = nn.Parameter(weight, requires_grad=False)
             first, second = (_factor(layer, side, adapter) for side in "AB")
             fresh.update_layer(base_layer=stand_in, lora_A=first, lora_B=second, scaling=layer.scaling[adapter])
@@ -179,5 +179,4 @@ def settle(model: nn.Module) -> None:
 
 def _factor(layer: Any, side: str, adapter: str) -> torch.Tensor:
     modules = getattr(layer, f"lora_{side}")
-    found = modules[adapter].weight if adapter in modules else getattr(layer, f"lora_embedding_{side}")[adapter]
-    return gather(found)
+    return gather(modules[adapter].weight if adapter in modules else getattr(layer, f"lora_embedding_{side}")[adapter])

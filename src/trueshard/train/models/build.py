@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,8 +42,11 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 def _auto(config: Config) -> Any:
     import transformers
 
-    is_vision = config.images
-    return transformers.AutoModelForImageTextToText if is_vision else transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if config.images else transformers.AutoModelForCausalLM
+
+
+def _with_model(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 
 def architecture(config: Config, vocab_size: int, image_token: int | None = None) -> Any:
@@ -86,8 +88,7 @@ def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | No
     """
     if config.adapter is not None:
         return None
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"freeze": []})})
-    result, runtime = empty(plain, settings).requires_grad_(False).eval(), sharded(model)
+    result, runtime = empty(_with_model(config, freeze=[]), settings).requires_grad_(False).eval(), sharded(model)
     trueshard.shard(result, plan=runtime.plan, mesh=runtime.mesh)
     fill(config, result)
     return result
@@ -123,20 +124,18 @@ def quiet_transformers() -> None:
 
 def plain_settings(settings: Any) -> dict[str, Any]:
     """Return the architecture as JSON values, to compare with on a resume, without what does not change the model."""
-    plain: dict[str, Any] = json.loads(settings.to_json_string(use_diff=False))
-    for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
-        plain.pop(key, None)
-    return plain
+    unrelated = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+    values = json.loads(settings.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in unrelated}
 
 
-def _changed(config: Config, base: Any, checking: bool = False) -> nn.Module:
-    model: nn.Module = base
-    section, adapter = config.model, config.adapter
-    if section.quantize != "none":
-        _quantise(base, section.quantize, adapter, checking)
-    if adapter is not None:
-        model = adapters.add_adapter(base, adapter, None if config.images else "CAUSAL_LM", checking)
-    freeze(model, section.freeze)
+def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
+    """Return a model quantised, adapted and frozen as configured."""
+    if config.model.quantize != "none":
+        _quantise(model, config.model.quantize, config.adapter, checking)
+    if config.adapter is not None:
+        model = adapters.add_adapter(model, config.adapter, None if config.images else "CAUSAL_LM", checking)
+    freeze(model, config.model.freeze)
     return model
 
 
@@ -147,17 +146,21 @@ def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, che
             "model.quantize does not go with adapter.arguments that begin with or change the base's weights; set it to "
             '"none", or remove them'
         )
-    head, before = base.get_output_embeddings(), base.num_parameters()
+    head, total = base.get_output_embeddings(), base.num_parameters()
     kept = {name for name, module in base.named_modules() if module is head}
-    found = quantise_layers(base, kind, lambda name: name not in kept and not adapters.is_saved_whole(name, adapter))
-    if not found:
+    count = quantise_layers(base, kind, lambda name: name not in kept and not adapters.is_saved_whole(name, adapter))
+    if not count:
         raise UserError(f'model.quantize: {type(base).__name__} has no linear layer to quantise; set it to "none"')
-    if checking and found < 0.5 * before and (not dist.is_initialized() or dist.get_rank() == 0):
+    if checking and count < 0.5 * total and _is_first():
         warnings.warn(
-            f"model.quantize reaches {found / before:.0%} of the weights of {type(base).__name__}: the head, and what "
+            f"model.quantize reaches {count / total:.0%} of the weights of {type(base).__name__}: the head, and what "
             "is in no linear layer (embeddings, experts that are held together), stays as it is",
             stacklevel=2,
         )
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _key_of(section: ModelSection) -> str:
@@ -167,12 +170,10 @@ def _key_of(section: ModelSection) -> str:
 def _from_fields(config: Config, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
-    section = config.model
-    assert section.architecture is not None
-    _check_known(config, section.architecture, "model.architecture")
-    default = AutoConfig.for_model(section.architecture)
-    _check_fields(section.fields, default, "model.fields", section.architecture)
-    fields = dict(section.fields)
+    name, fields = str(config.model.architecture), dict(config.model.fields)
+    _check_known(config, name, "model.architecture")
+    default = AutoConfig.for_model(name)
+    _check_fields(fields, default, "model.fields", name)
     nested = getattr(default, "text_config", None)
     if nested is None:
         fields["vocab_size"] = vocab_size
@@ -181,8 +182,8 @@ def _from_fields(config: Config, vocab_size: int) -> Any:
         fields["text_config"] = text | {"vocab_size": vocab_size}
         if getattr(default, "vision_config", None) is not None and "vision_config" in fields:
             fields["vision_config"] = {"model_type": default.vision_config.model_type} | dict(fields["vision_config"])
-    with explained(f"model.fields: {section.architecture} refuses them", "correct them"):
-        return AutoConfig.for_model(section.architecture, **fields)
+    with explained(f"model.fields: {name} refuses them", "correct them"):
+        return AutoConfig.for_model(name, **fields)
 
 
 def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str) -> None:
@@ -194,9 +195,8 @@ def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str
     valid = default.to_dict()
     for name, value in fields.items():
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
-            hint = f"nearest valid one: {where}.{near[0]}" if near else "see its transformers configuration"
-            raise UserError(f"unknown key {where}.{name} for the architecture {what!r}; {hint}")
+            problem = f"unknown key {where}.{name} for the architecture {what!r}"
+            raise UserError(f"{problem}; see its transformers configuration.{nearest(name, valid, 1)}")
         if name in ("text_config", "vision_config") and valid[name] is not None:
             if not isinstance(value, Mapping):
                 raise UserError(f"{where}.{name}: wanted a table, found {value!r}")
@@ -226,7 +226,7 @@ def _from_files(config: Config) -> Any:
     with explained(f"{key}: {file} is not a transformers configuration", 'it needs a "model_type"'):
         model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     _check_known(config, model_type, f"{key}: {file}")
-    if section.path and not any(found for pattern in WEIGHTS for found in path.glob(pattern)):
+    if section.path and not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
         raise UserError(
             f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
         )
@@ -243,13 +243,11 @@ def _check_known(config: Config, model_type: Any, where: str) -> None:
     known, noun = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
     if config.images:
         known, noun = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
-    if model_type in known:
-        return
-    is_other = model_type in configuration_auto.CONFIG_MAPPING_NAMES
-    state = f"is not a {noun}" if is_other else "is unknown to transformers"
-    raise UserError(
-        f"{where}: the architecture {model_type!r} {state}; choose another.{nearest(str(model_type), known)}"
-    )
+    if model_type not in known:
+        is_other = model_type in configuration_auto.CONFIG_MAPPING_NAMES
+        state = f"is not a {noun}" if is_other else "is unknown to transformers"
+        near = nearest(str(model_type), known)
+        raise UserError(f"{where}: the architecture {model_type!r} {state}; choose another.{near}")
 
 
 def _set_image_token(section: ModelSection, settings: Any, image_token: int) -> None:
@@ -292,9 +290,8 @@ def fill(config: Config, model: nn.Module) -> None:
 
 
 def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "none"})})
+    plain, runtime = _with_model(config, quantize="none"), sharded(root)
     twin = empty(plain, settings)
-    runtime = sharded(root)
     with warnings.catch_warnings():  # that it may be a single unit: it is never gathered
         warnings.simplefilter("ignore")
         trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
@@ -305,11 +302,10 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
 
 def _read(config: Config, settings: Any, root: nn.Module) -> bool:
     """Read this rank's rows from files; return False if they cannot be had by reading rows."""
-    path = config.model.place()
-    adapted = hasattr(root, "peft_config")
+    path, is_adapted = config.model.place(), hasattr(root, "peft_config")
     if not any(path.glob("*.safetensors")):
         return False
-    if adapted:
+    if is_adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
     known: dict[str, str] | None = None  # name → name before the model was adapted
     if (path / MANIFEST).is_file():  # one of our checkpoints; ``load`` knows other directories
@@ -321,14 +317,12 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         if "more than reading bytes" in text:  # transformers can assemble it
             return False
         raise UserError(f"model.path: {text}") from error
-    added = adapters.added(root) if adapted else set()
-    lacking = sorted({*found.missing, *found.mismatched} - added)
-    if lacking:
+    if lacking := sorted({*found.missing, *found.mismatched} - adapters.added(root)):
         raise UserError(
             f"model.path: {path} has no {lacking[0]!r} of the model's shape (and {len(lacking) - 1} more); it holds "
             f"weights of another model.{nearest(lacking[0], found.unexpected)}"
         )
-    if found.unexpected and (not dist.is_initialized() or dist.get_rank() == 0):
+    if found.unexpected and _is_first():
         kind, unused = _torch.own_class(root).__name__, found.unexpected
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
     return True
@@ -342,11 +336,11 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
     """
     owners = initialisers(twin)
     tensors = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(model, kind)}
-    added = adapters.added(twin) if hasattr(twin, "peft_config") else set()
+    added = adapters.added(twin)
 
-    def initialise(each: nn.Module) -> None:
-        if id(each) in owners:
-            owners[id(each)](each)
+    def initialise(module: nn.Module) -> None:
+        if id(module) in owners:
+            owners[id(module)](module)
 
     for name, module, below in list(_pieces(twin, "", set(choose_units(twin, "auto")))):
         if not below and not _leaves_children(module, owners):

@@ -6,7 +6,6 @@ A glob such as `vision_tower.*` also matches `model.vision_tower.…`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fnmatch
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,20 +20,19 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.model.regions import copy_here
 from trueshard.sharding.engine import sharded
+from trueshard.text import nearest
 from trueshard.train.models.quantized import QuantizedLinear, quantise
 
 
 def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: str = "parameter") -> list[str]:
     """Return the ``names`` that a glob matches, whole or after a dot, by glob; raise `UserError` if one has none."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for glob in globs:
-        hits = [name for name in names if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(name, f"*.{glob}")]
-        if not hits:
-            near = difflib.get_close_matches(glob, names, n=1, cutoff=0.3)
-            hint = f"the nearest is {near[0]}" if near else f"there are {len(names)}"
-            raise UserError(f"{key}: {glob!r} matches no {what}; {hint}")
-        found |= dict.fromkeys(hits)
-    return list(found)
+        matches = [name for name in names if fnmatch.fnmatchcase(f".{name}", f"*.{glob}")]
+        if not matches:
+            raise UserError(f"{key}: {glob!r} matches no {what} of {len(names)}.{nearest(glob, names, 1)}")
+        result |= dict.fromkeys(matches)
+    return list(result)
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
@@ -75,7 +73,7 @@ def copy_module(target: nn.Module, source: nn.Module) -> None:
     What ``target`` alone has quantised is quantised; for that ``source`` has to be sharded alike.
     """
     for kind in ("parameters", "buffers"):
-        ours, theirs = (list(names.named_tensors(each, kind)) for each in (target, source))
+        ours, theirs = (list(names.named_tensors(model, kind)) for model in (target, source))
         for (_, module, attribute, tensor), (_, other, _, value) in zip(ours, theirs, strict=True):
             if attribute == "packed" and isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
                 _torch.local(tensor).copy_(quantise(_torch.local(value), module.kind))

@@ -24,9 +24,15 @@ from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
 from trueshard.train.metrics import terminal
-from trueshard.train.metrics.picture import draw_result
-from trueshard.train.metrics.profiler import Profile
-from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, flops_per_token, peak_flops, read_metrics
+from trueshard.train.metrics.curves import draw_result
+from trueshard.train.metrics.step_metrics import (
+    Measures,
+    MetricsWriter,
+    Profile,
+    flops_per_token,
+    peak_flops,
+    read_metrics,
+)
 from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule

@@ -1,0 +1,266 @@
+"""The curves of runs: which quantities, as which points, smoothed how; and their picture, a PNG.
+
+- A long run is drawn from intervals of equally many steps: the mean, lowest and highest value of each.
+- A step without a value is no point: evaluations are joined by lines, a loss that was not finite leaves a gap.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trueshard.files import replacing
+from trueshard.train.metrics.terminal import has_reward
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Values = NDArray[np.float64]
+Record = dict[str, Any]
+
+POINTS = 1200
+"""Maximum points of a curve: about the columns of a wide screen."""
+FEW = 30
+"""Maximum points that are drawn as dots and not smoothed."""
+COLOURS = ("#2f5fd0", "#d9730d", "#128a63", "#c23b80", "#7a57d1", "#8a6d1a", "#0f8aa8", "#c0392b")
+"""Colours of runs, in turn."""
+
+
+class RunRecords(NamedTuple):
+    """The records of a run that has taken steps."""
+
+    name: str  # unique among the runs
+    records: list[Record]
+
+
+@dataclass(frozen=True)
+class RunCurve:
+    """One quantity of one run; float64 [points] each."""
+
+    step: Values
+    tokens: Values  # read by then; NaN if unknown
+    mean: Values
+    low: Values
+    high: Values
+    count: Values  # steps in each point
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram."""
+
+    key: str
+    title: str
+    unit: str = ""  # nats, bytes, part (of 1), rate, count, signed (never on a logarithmic scale) or empty
+    noisy: bool = True  # values vary from step to step, and are smoothed
+    dashed: str = ""  # key of a second, dashed line
+    dashed_name: str = ""
+    band: str = ""  # key of the half width of a band around the line
+    log: bool = False  # always on a logarithmic scale, where a value is positive
+
+    @property
+    def note(self) -> str:
+        """Words beside the title."""
+        return "band: ± standard deviation" if self.band else f"dashed: {self.dashed_name}" if self.dashed else ""
+
+
+LOSS = Panel("loss", "Loss", "nats")
+REWARD = Panel("reward", "Reward", "signed", band="reward_std")
+PANELS = (
+    REWARD,
+    Panel("evaluation_reward", "Evaluation reward", "signed", noisy=False),
+    LOSS,
+    Panel("evaluation_loss", "Evaluation loss", "nats", noisy=False),
+    Panel("length_mean", "Length of an answer, tokens", "count"),
+    Panel("entropy", "Entropy", "nats"),
+    Panel("mismatch_mean", "Mismatch of log-probabilities, mean", "nats", True, "mismatch_max", "largest", log=True),
+    Panel("kl_reference", "Divergence from the reference", "nats"),
+    Panel("clipped_high", "Clipped above, part of tokens", "part", True, "clipped_low", "below"),
+    Panel("grad_norm", "Gradient norm"),
+    Panel("lr", "Learning rate", noisy=False),
+    Panel("tokens_per_second", "Tokens a second, all ranks", "rate"),
+    Panel("mfu", "Model FLOPs utilisation", "part"),
+    Panel("memory", "Memory of the fullest rank", "bytes", False, "memory_planned", "planned"),
+    Panel("data_wait", "Waiting for data, part of the step", "part"),
+)
+
+
+def shown_panels(runs: Sequence[RunRecords]) -> list[Panel]:
+    """Return the panels that a run has values for; what no run has is left out of them, too."""
+    rewarded = any(has_reward(run.records) for run in runs)
+
+    def found(key: str) -> list[RunCurve]:
+        return [points for run in runs if (points := curve(run.records, key)) is not None]
+
+    panels = []
+    for panel in PANELS:
+        if not (curves := found(panel.key)):
+            continue
+        if rewarded and panel is LOSS:
+            panel = replace(panel, title="Policy loss", unit="signed")
+        if not found(panel.dashed):
+            panel = replace(panel, dashed="", dashed_name="")
+        band = panel.band if found(panel.band) else ""
+        log = panel.log and any((points.mean > 0).any() for points in curves)
+        panels.append(replace(panel, band=band, log=log))
+    return panels
+
+
+def _value(record: Record, key: str) -> float | None:
+    """Return the value of a step, or None if it has none."""
+    if key == "memory":
+        return record.get("memory_reserved", record.get("memory_allocated"))
+    if key == "data_wait" and key in record:
+        return record[key] / record["seconds"] if record.get("seconds") else None
+    return record.get(key)
+
+
+def curve(records: Sequence[Record], key: str, points: int = POINTS) -> RunCurve | None:
+    """Return a quantity over the steps, in at most ``points``; None if no step has it."""
+    import pandas
+
+    before = {0: 0}  # step → tokens, of an evaluation before training
+    steps = [(step := each["step"], each.get("tokens", before.get(step)), _value(each, key)) for each in records]
+    rows = pandas.DataFrame([row for row in steps if row[2] is not None], columns=["step", "tokens", "value"])
+    rows = rows.astype(float).replace([math.inf, -math.inf], math.nan)
+    if not rows.value.notna().any():
+        return None
+    intervals = np.linspace(0, min(points, len(rows)), len(rows), endpoint=False).astype(np.int64)
+    groups = rows.groupby(intervals)
+    last, value = groups[["step", "tokens"]].last(), groups.value
+    columns = (last.step, last.tokens, value.mean(), value.min(), value.max(), value.count())
+    return RunCurve(*(column.to_numpy(np.float64) for column in columns))
+
+
+def smoothed(curve: RunCurve, half_life: float) -> Values:
+    """Return the weighted mean around each point; a point `half_life` steps away has weight 1/2. NaN stays.
+
+    Near the beginning the half-life is a tenth of the steps so far, so that the line follows a steep fall.
+    """
+    lives = np.minimum(half_life, np.maximum(curve.step - curve.step[0], 1) / 10)
+    places = np.cumsum(np.diff(curve.step, prepend=curve.step[0]) / lives)  # in half-lives
+    nearness = 0.5 ** np.abs(places[:, None] - places)  # [points, points]
+    known = np.isfinite(curve.mean)
+    weights = np.where(known, curve.count, 0.0)
+    sums = np.where(known, curve.mean, 0.0) * weights
+    return np.divide(nearness @ sums, nearness @ weights, out=np.full_like(sums, np.nan), where=known)
+
+
+def half_life(runs: Sequence[RunRecords]) -> int:
+    """Return the steps to smooth over: of 1, 2, 5, 10, 20, …, the nearest to a hundredth of the longest run."""
+    steps = max(len(run.records) for run in runs)
+    choices = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]
+    return min(choices, key=lambda choice: abs(math.log(choice / max(steps / 100, 0.5))))
+
+
+# The picture
+
+
+def picture(runs: Sequence[RunRecords]) -> bytes:
+    """Return a PNG with each panel that a run has values for, and a colour for each run."""
+    from matplotlib.figure import Figure
+
+    panels = shown_panels(runs)
+    rows: list[Any] = [["0", "0"], *([str(n), str(min(n + 1, len(panels) - 1))] for n in range(1, len(panels), 2))]
+    figure = Figure(figsize=(12, 3.1 * len(rows) + 0.8), layout="constrained")
+    places = figure.subplot_mosaic(rows, height_ratios=[1.4] + [1.0] * (len(rows) - 1))
+    for number, panel in enumerate(panels):
+        _draw(places[str(number)], panel, runs)
+    if len(runs) > 1:
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
+    figure.savefig(buffer := io.BytesIO(), dpi=130, format="png")
+    return buffer.getvalue()
+
+
+def draw_result(records: Sequence[Record], entropy: float | None, folder: Path) -> Path:
+    """Draw the loss of steps and evaluations, and the unigram entropy of the text in nats, into `loss.png`; where
+    there is a reward, that into `reward.png`. Return the file.
+    """
+    from matplotlib.figure import Figure
+
+    panel = REWARD if has_reward(records) else LOSS
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    _draw(axes, panel, [RunRecords(panel.key, list(records))])
+    if (evaluated := curve(records, f"evaluation_{panel.key}")) is not None:
+        axes.plot(evaluated.step, evaluated.mean, "o-", markersize=4, color=COLOURS[1], label="evaluation")
+    if entropy is not None and panel is LOSS:
+        axes.axhline(entropy, linestyle="--", color="gray", label=f"unigram entropy of the text, {entropy:.2f}")
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.03 * entropy))
+    axes.legend()
+    with replacing(file := folder / f"{panel.key}.png") as scratch:
+        figure.savefig(scratch, dpi=150, format="png")
+    return file
+
+
+def _draw(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
+    shown: list[Values] = []
+    for number, run in enumerate(runs):
+        colour = COLOURS[number % len(COLOURS)]
+        if (points := curve(run.records, panel.key)) is None:
+            axes.plot([], [], color=colour, label=run.name)
+        else:
+            shown += _draw_run(axes, panel, run, points, colour, half_life(runs))
+    _dress(axes, panel, np.concatenate(shown))
+
+
+def _draw_run(axes: Axes, panel: Panel, run: RunRecords, points: RunCurve, colour: str, life: float) -> list[Values]:
+    """Draw the curve of a run, with its band and its dashed line; return the values that must be seen."""
+    scale, is_short = 2.0**-30 if panel.unit == "bytes" else 1.0, len(points.step) <= FEW
+
+    def line_of(curve: RunCurve) -> Values:
+        return scale * (smoothed(curve, life) if panel.noisy and len(curve.step) > FEW else curve.mean)
+
+    line = line_of(points)
+    shown = [line]
+    if (band := curve(run.records, panel.band)) is not None:
+        half, middle = line_of(band), np.interp(band.step, points.step, line)
+        axes.fill_between(band.step, middle - half, middle + half, color=colour, alpha=0.15, linewidth=0)
+        shown += [middle - half, middle + half]
+    if panel.noisy and not is_short:
+        axes.plot(points.step, points.mean * scale, color=colour, linewidth=0.7, alpha=0.3)
+        if band is None:
+            low, high = points.low * scale, points.high * scale
+            axes.fill_between(points.step, low, high, color=colour, alpha=0.12, linewidth=0)
+        shown.append(np.nanpercentile(points.mean * scale, [1, 99]))
+    marker = "o" if is_short else ""
+    axes.plot(points.step, line, color=colour, linewidth=1.6, label=run.name, marker=marker, markersize=3.5)
+    if (dashed := curve(run.records, panel.dashed)) is not None:
+        axes.plot(dashed.step, line_of(dashed), color=colour, linewidth=1.2, linestyle="--")
+        shown.append(line_of(dashed))
+    return shown
+
+
+def _dress(axes: Axes, panel: Panel, shown: Values) -> None:
+    """Set title, limits and ticks; rare outliers of the faint lines are cut off."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+    words = ", ".join(filter(None, [{"nats": "nats a token", "bytes": "GiB"}.get(panel.unit), panel.note]))
+    axes.set_title(panel.title + (f" ({words})" if words else ""), fontsize=10.5, loc="left")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=9, which="both")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.log:
+        positive = shown[shown > 0]
+        axes.set_yscale("log")
+        axes.set_ylim(positive.min() / 1.3, positive.max() * 1.3)
+        return
+    low, high = np.nanmin(shown), np.nanmax(shown)
+    room = 0.06 * ((high - low) or abs(high) or 1.0)
+    from_zero = panel.unit in ("bytes", "part", "rate", "count") or panel.key == "lr"
+    axes.set_ylim(0 if from_zero and low >= 0 else low - room, high + (0.06 * high or room if from_zero else room))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if panel.unit == "part":
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    elif panel.unit == "rate":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
