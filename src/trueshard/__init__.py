@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from trueshard.train.trainer import Callback as Callback
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
+    from trueshard.verification import verify as verify  # type: ignore
     from trueshard.verification.report import Verified as Verified
-    from trueshard.verification.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -76,8 +76,8 @@ _MODULES = {
     "sharding.stages": "tie_over",
     "sharding.tokens": "TokenMean count_targets token_mean",
     "train.trainer": "Callback NonFiniteLoss Trainer",
+    "verification": "verify",
     "verification.report": "Verified",
-    "verification.verify": "verify",
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

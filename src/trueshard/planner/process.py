@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trueshard import _torch
 from trueshard.errors import is_defect, with_kind
-from trueshard.launching import how, python_command
+from trueshard.launching import end_with_parent, how, python_command
 from trueshard.model import intent
 from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
 
@@ -282,7 +281,7 @@ def serve(descriptor: int) -> NoReturn:
     """Answer the calls that come over a connection."""
     global _serves
     _serves = True
-    threading.Thread(target=_end_with_caller, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     connection, sending = Connection(descriptor), threading.Lock()
 
     def send(message: bytes) -> None:
@@ -302,13 +301,6 @@ def serve(descriptor: int) -> NoReturn:
             files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
             modified = {file: _modified(file) for file in files}
             send(answer)
-    os._exit(0)
-
-
-def _end_with_caller(caller: int) -> None:
-    """End this process, whatever it does, when the caller has gone and another process has inherited this one."""
-    while os.getppid() == caller:
-        time.sleep(0.5)
     os._exit(0)
 
 

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trueshard import _torch
+from trueshard.checkpoint.hashing import hash_here
 from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model import intent
 from trueshard.model.names import unwrap
@@ -64,7 +63,7 @@ class Comparison:
     tolerance: float
     """Allowed ``relative``."""
     words: str = ""
-    """The fault, if it is not a number."""
+    """Description of a difference that is not a number."""
 
     @classmethod
     def fault(cls, kind: str, step: int, name: str, words: str) -> Comparison:
@@ -82,53 +81,51 @@ class Comparison:
         return self.relative / self.tolerance if self.tolerance else math.inf
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | None = None) -> tuple[float, float]:
-    """Return the largest difference of an element, and the size of all differences over that of what is expected.
+def distance(actual: torch.Tensor, expected: torch.Tensor, start: torch.Tensor | None = None) -> tuple[float, float]:
+    """Return the largest difference of an element, and the size of all differences over that of ``expected``.
 
-    Both are 0 where all is equal (NaN equals NaN), infinite where only one is NaN, or what is expected is zero. With
+    Both are 0 where all is equal (NaN equals NaN), infinite where only one is NaN, or ``expected`` is zero. With
     ``start`` the size is that of ``expected - start``, without what ``expected``'s own dtype rounds.
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf, math.inf
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    one, two = found.to(wide), expected.to(wide)
+    one, two = actual.to(wide), expected.to(wide)
     same = (one == two) | (one.isnan() & two.isnan())
     if bool(same.all()):
         return 0.0, 0.0
-    apart = torch.where(same, 0.0, (one - two).abs())
-    largest = float(apart.max())
+    difference = torch.where(same, 0.0, (one - two).abs())
+    largest = float(difference.max())
     if not math.isfinite(largest):
         return math.inf, math.inf
     if not (expected.is_floating_point() or expected.is_complex()):
         return largest, math.inf
-    left, size = float(apart.norm()), _size(two if start is None else two - start.to(wide))
+    total, size = float(difference.norm()), _size(two if start is None else two - start.to(wide))
     if start is not None and size:
-        left = max(0.0, left - 2 * torch.finfo(expected.dtype).eps * _size(two))
-    return largest, (left / size if size else math.inf)
-
-
-def first_bit(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the first element and bit in which two tensors differ, in words; "" if all bits are equal."""
-    if found.shape != expected.shape:
-        return f"has shape {list(found.shape)}, and {list(expected.shape)} there"
-    one, two = (
-        each.contiguous().reshape(-1).view(torch.uint8).reshape(found.numel(), -1) for each in (found, expected)
-    )
-    different = (one != two).any(1).nonzero().flatten()
-    if not len(different):
-        return ""
-    place = int(different[0])
-    index = ", ".join(str(int(each)) for each in torch.unravel_index(torch.tensor(place), found.shape))
-    values = [int.from_bytes(bytes(each[place].tolist()), "little") for each in (one, two)]
-    changed = values[0] ^ values[1]
-    bit, width = (changed & -changed).bit_length() - 1, 2 * one.shape[1]
-    told = f"differs first at element [{index}], bit {bit}: {values[0]:0{width}x}, and {values[1]:0{width}x} there"
-    return f"{told} ({len(different):,} of {found.numel():,} elements)"
+        total = max(0.0, total - 2 * torch.finfo(expected.dtype).eps * _size(two))
+    return largest, (total / size if size else math.inf)
 
 
 def _size(tensor: torch.Tensor) -> float:
     sizes = tensor.abs()
     return float(sizes[sizes.isfinite()].norm())
+
+
+def first_bit(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return the first element and bit in which two tensors differ, in words; "" if all bits are equal."""
+    if actual.shape != expected.shape:
+        return f"has shape {list(actual.shape)}, and {list(expected.shape)} there"
+    rows = [t.contiguous().reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (actual, expected)]
+    different = (rows[0] != rows[1]).any(1).nonzero().flatten()
+    if not len(different):
+        return ""
+    place = int(different[0])
+    index = ", ".join(str(int(i)) for i in torch.unravel_index(different[0], actual.shape))
+    one, two = (int.from_bytes(bytes(row[place].tolist()), "little") for row in rows)
+    changed, width = one ^ two, 2 * rows[0].shape[1]
+    bit = (changed & -changed).bit_length() - 1
+    message = f"differs first at element [{index}], bit {bit}: {one:0{width}x}, and {two:0{width}x} there"
+    return f"{message} ({len(different):,} of {actual.numel():,} elements)"
 
 
 class Tolerances:
@@ -139,10 +136,10 @@ class Tolerances:
 
     def __init__(self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float]) -> None:
         self._noise, self._floor, self._floors = noise, floor, floors
-        self._typical: dict[tuple[str, int], float] = {}
-        for kind, step in {key[:2] for key in noise}:
-            sizes = [size for key, size in noise.items() if key[:2] == (kind, step)]
-            self._typical[kind, step] = statistics.median_high(sizes)
+        self._typical = {
+            place: statistics.median_high([size for key, size in noise.items() if key[:2] == place])
+            for place in {key[:2] for key in noise}
+        }
 
     def of(self, kind: str, step: int, name: str) -> float:
         """Return the tolerance of a tensor: by its own noise, or the median noise of its kind if that is more.
@@ -150,9 +147,9 @@ class Tolerances:
         For the norm of all gradients, one number that may agree by chance, it is the median of the gradients.
         """
         usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
-        own = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
-        floor = max(self._floor, self._floors.get(name, 0.0) if kind == "parameters" else 0.0)
-        return max(floor, FACTOR * own, FACTOR * usual)
+        noise = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
+        floor = self._floors.get(name, 0.0) if kind == "parameters" else 0.0
+        return max(self._floor, floor, FACTOR * noise, FACTOR * usual)
 
     def rounding_alone(self, kind: str, step: int) -> int:
         """Return the number of tensors that cannot be compared."""
@@ -186,24 +183,24 @@ def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Opti
     }
 
 
-def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered_tensors(values: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor that some rank has, whole, on every rank; numbers as tensors. Collective.
 
     A tensor that lies on some ranks only (of an owner) comes from the first of them; a sharded one must be on all.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    listed = [{name: isinstance(value, DTensor) for name, value in mine.items()}] * ranks
+    listed = [{name: isinstance(value, DTensor) for name, value in values.items()}] * ranks
     if ranks > 1:
         dist.all_gather_object(listed, listed[0])
-    for name in dict.fromkeys(name for each in listed for name in each):
+    for name in dict.fromkeys(name for names in listed for name in names):
         holders = [rank for rank in range(ranks) if name in listed[rank]]
         if any(listed[rank][name] for rank in holders):
             if len(holders) != ranks:
-                lacking = next(rank for rank in range(ranks) if rank not in holders)
+                lacking = min(set(range(ranks)) - set(holders))
                 raise RuntimeError(f"{name!r} is sharded, and rank {lacking} has no part of it")
-            yield name, whole(mine[name])
+            yield name, whole(values[name])
             continue
-        value = mine.get(name)
+        value = values.get(name)
         box = [value.detach().cpu() if isinstance(value, torch.Tensor) else value]
         if holders[0] != 0:
             dist.broadcast_object_list(box, src=holders[0])
@@ -215,21 +212,22 @@ def gathered_tensors(mine: Named) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unequal_copies(model: nn.Module) -> tuple[int, list[str]]:
     """Return how many parameters several ranks hold a part of, the same, and those of which they differ. Collective."""
-    count, found = 0, []
+    count, wrong = 0, []
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        mesh, local = parameter.device_mesh, _torch.local(parameter).detach()
-        alike = [d for d, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(d) > 1]
-        count += bool(alike)
-        for dim in alike:
-            digests: list[Any] = [None] * mesh.size(dim)
-            content = local.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            dist.all_gather_object(digests, hashlib.sha256(content).hexdigest(), group=mesh.get_group(dim))
-            if len(set(digests)) > 1:
-                found.append(f"{name!r} has {len(set(digests))} values on the ranks that hold the same of it")
+        mesh, content = parameter.device_mesh, hash_here(parameter)
+        copies = [
+            d for d, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(d) > 1
+        ]
+        count += bool(copies)
+        for dim in copies:
+            hashes: list[Any] = [None] * mesh.size(dim)
+            dist.all_gather_object(hashes, content, group=mesh.get_group(dim))
+            if len(set(hashes)) > 1:
+                wrong.append(f"{name!r} has {len(set(hashes))} values on the ranks that hold the same of it")
                 break
-    return count, found
+    return count, wrong
 
 
 class TensorStore:
@@ -256,101 +254,31 @@ class TensorStore:
         return self._folder / kind / str(step) / (hashlib.sha256(name.encode()).hexdigest()[:32] + ".pt")
 
 
-@dataclass(frozen=True)
-class Structure:
-    """A model and its optimizers without their values: plain data."""
-
-    names: tuple[str, ...]
-    """Names of parameters and buffers, in the model's order, then the keys of its state dict."""
-    dtypes: Mapping[str, str]
-    """Storage dtype and shape of each parameter and buffer."""
-    trainability: Mapping[str, bool]
-    ties: tuple[tuple[str, ...], ...]
-    membership: Mapping[str, Any]
-    """Groups by optimizer and number: the parameters' names in order, and every other key."""
+Structure = Mapping[str, Mapping[str, Any]]
+"""A model and its optimizers without their values, as plain data: names, dtypes, trainability, ties and membership, of
+which each says something of several things by their names, in order."""
 
 
-def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Structure:
+def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
     _, parameters, buffers = intent.capture(model, optimizers)
     held = (*parameters, *buffers)
     name_of = {id(parameter.tensor): parameter.name for parameter in parameters}
-    listed = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
-    return Structure(
-        names=(*listed, *(f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True))),
-        dtypes={each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
-        trainability={parameter.name: parameter.tensor.requires_grad for parameter in parameters},
-        ties=tuple(tuple(each.names) for each in held if len(each.names) > 1),
-        membership={
-            f"{type(optimizer).__name__} {number}, group {place}": {
-                key: tuple(name_of[id(each)] for each in value) if key == "params" else _plain(value)
-                for key, value in group.items()
-            }
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    names += [f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True)]
+    return {
+        "names": dict.fromkeys(names),
+        "dtypes": {each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
+        "trainability": {parameter.name: parameter.tensor.requires_grad for parameter in parameters},
+        "ties": {" = ".join(each.names): list(each.names) for each in held if len(each.names) > 1},
+        "membership": {
+            f"{type(optimizer).__name__} {number}, group {place}: {key!r}": (
+                {name_of[id(parameter)]: None for parameter in value} if key == "params" else _plain(value)
+            )
             for number, optimizer in enumerate(optimizers)
             for place, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
         },
-    )
-
-
-def without_counts(found: Structure, start: Structure, end: Structure) -> Structure:
-    """Return ``found`` without the keys of groups that training changes from ``start`` to ``end``, such as a count."""
-    kept = {
-        group: {
-            key: value
-            for key, value in table.items()
-            if start.membership.get(group, {}).get(key) == end.membership.get(group, {}).get(key)
-        }
-        for group, table in found.membership.items()
     }
-    return dataclasses.replace(found, membership=kept)
-
-
-def differences(found: Structure, expected: Structure) -> dict[str, str]:
-    """Return the first difference of each aspect, in words; aspects that are the same are left out."""
-    told = {aspect: _difference(value, getattr(expected, aspect)) for aspect, value in vars(found).items()}
-    return {aspect: words for aspect, words in told.items() if words}
-
-
-def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
-    """Return how a checkpoint's listing differs in names, ties, dtypes and trainability, in words."""
-    words = []
-    saved = {name: tensor for tensor in listing.tensors if tensor.key.startswith("model/") for name in tensor.names}
-    for tie in expected.ties:
-        entries = {saved[name].key for name in tie if name in saved}
-        if len(entries) > 1:
-            words.append(f"the tie {' = '.join(tie)} is {len(entries)} tensors in the checkpoint")
-    for name, described in expected.dtypes.items():
-        if name not in saved:
-            if f"state_dict: {name}" in expected.names:
-                words.append(f"{name!r} is not in the checkpoint")
-            continue
-        dtype = described.partition(" ")[0].removeprefix("torch.")
-        if saved[name].dtype.removeprefix("torch.") != dtype:
-            words.append(f"{name!r} is {dtype}, and {saved[name].dtype} in the checkpoint")
-        if saved[name].trainable not in (None, expected.trainability.get(name)):
-            words.append(f"{name!r} has another requires_grad in the checkpoint")
-    return words
-
-
-def _difference(found: Any, expected: Any) -> str:
-    """Return the first difference of two tuples of names or two mappings, in words."""
-    lost = [name for name in expected if name not in set(found)]
-    new = [name for name in found if name not in set(expected)]
-    if lost or new:
-        return "; ".join(
-            f"{words} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            for words, names in (("lost", lost), ("new", new))
-            if names
-        )
-    for one, two in zip(found, expected, strict=True):
-        if one != two:
-            return f"{one!r} stands where {two!r} stood"
-    for name, value in expected.items() if isinstance(expected, Mapping) else ():
-        if isinstance(value, Mapping) or name == "params":  # a parameter group, and its members
-            if words := _difference(found[name], value):
-                return f"{name}: {words}"
-        elif found[name] != value:
-            return f"{name!r} is {found[name]}, was {value}"
-    return ""
 
 
 def _plain(value: Any) -> Any:
@@ -358,5 +286,59 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(member) for member in value)
     return value if isinstance(value, (int, float, str, bool, type(None))) else repr(type(value))
+
+
+def without_counts(structure: Structure, start: Structure, end: Structure) -> Structure:
+    """Return a structure without the keys of groups that training changes from ``start`` to ``end``, such as counts."""
+    old, new = start["membership"], end["membership"]
+    kept = {key: value for key, value in structure["membership"].items() if old.get(key) == new.get(key)}
+    return {**structure, "membership": kept}
+
+
+def differences(actual: Structure, expected: Structure) -> dict[str, str]:
+    """Return the first difference of each aspect, in words; aspects that are the same are left out."""
+    messages = {aspect: _difference(value, expected[aspect]) for aspect, value in actual.items()}
+    return {aspect: message for aspect, message in messages.items() if message}
+
+
+def _difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    lost, new = [name for name in expected if name not in actual], [name for name in actual if name not in expected]
+    if lost or new:
+        return "; ".join(
+            f"{words} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            for words, names in (("lost", lost), ("new", new))
+            if names
+        )
+    for one, two in zip(actual, expected, strict=True):
+        if one != two:
+            return f"{one!r} stands where {two!r} stood"
+    for name, value in expected.items():
+        if isinstance(value, Mapping):  # the members of a group
+            if message := _difference(actual[name], value):
+                return f"{name}: {message}"
+        elif actual[name] != value:
+            return f"{name!r} is {actual[name]}, was {value}"
+    return ""
+
+
+def differences_on_disk(listing: Inspected, expected: Structure) -> list[str]:
+    """Return how a checkpoint's listing differs in names, ties, dtypes and trainability, in words."""
+    messages = []
+    saved = {name: tensor for tensor in listing.tensors if tensor.key.startswith("model/") for name in tensor.names}
+    for tie, names in expected["ties"].items():
+        entries = {saved[name].key for name in names if name in saved}
+        if len(entries) > 1:
+            messages.append(f"the tie {tie} is {len(entries)} tensors in the checkpoint")
+    for name, kind in expected["dtypes"].items():
+        if name not in saved:
+            if f"state_dict: {name}" in expected["names"]:
+                messages.append(f"{name!r} is not in the checkpoint")
+            continue
+        dtype, other = (words.partition(" ")[0].removeprefix("torch.") for words in (kind, saved[name].dtype))
+        if other != dtype:
+            messages.append(f"{name!r} is {dtype}, and {other} in the checkpoint")
+        if saved[name].trainable not in (None, expected["trainability"].get(name)):
+            messages.append(f"{name!r} has another requires_grad in the checkpoint")
+    return messages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 Status = Literal["held", "broken", "not reached"]
 
-VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")}  # → its point
-VALUES["state"] = "optimizer state"
-ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}  # of the structure → its point
-ASPECTS["membership"] = "optimizer membership"
+VALUES = ("losses", "gradients", "gradient norm", "parameters", "buffers", "state")
+ASPECTS = ("names", "dtypes", "trainability", "ties", "membership")  # of the structure
+POINTS = {"state": "optimizer state", "membership": "optimizer membership"}  # where its point has another name
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
 COPIES = "what ranks hold in common"
 BITS = "hash of each step"
@@ -127,123 +126,71 @@ def verdict(report: Verified) -> str:
     return f"The contract is broken: {', '.join(broken)}."
 
 
-def point_of(name: str, found: Sequence[Comparison], nothing: str, rounding_alone: int = 0) -> ContractPoint:
+def contract(
+    known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
+) -> Verified:
+    """Return the report of the results of the three runs, or of the ``Failure`` of one; None: it was not begun."""
+    values = [POINTS.get(kind, kind) for kind in VALUES]
+    if isinstance(sharded, Failure):
+        rest = [*values, COPIES, *(POINTS.get(kind, kind) for kind in ASPECTS), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
+        points = [_failed("runs", sharded), *(ContractPoint(name, "not reached", "") for name in rest)]
+        return Verified(tuple(points), setting, tuple(notes), trace=sharded.trace)
+    steps: Sequence[Comparison] = sharded["steps"]
+    copies, unequal = sharded["in common"]
+    points = [_point("runs", [], f"forward, backward and step on {_ranks(setting['ranks'])}")]
+    for kind, name in zip(VALUES, values, strict=True):
+        alone = known.tolerances.rounding_alone(kind, setting["steps"])
+        points.append(point_of(name, [step for step in steps if step.kind == kind], "there are none", alone))
+    points += [
+        _point(COPIES, unequal, f"{copies} parameters, no bit differs at the end"),
+        *_plain(known),
+        *_bits(known, sharded, restored, setting),
+        *_aspects(known, sharded),
+        *_checkpoint(sharded, restored, setting),
+        _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
+    ]
+    failed = isinstance(restored, Failure)
+    ascending = sorted([*steps, *([] if failed else restored["steps"])], key=lambda comparison: comparison.excess)
+    worst = {(comparison.kind, comparison.name): comparison for comparison in ascending}
+    closest = sorted(worst.values(), key=lambda comparison: comparison.excess, reverse=True)[:CLOSEST]
+    trace = restored.trace if failed else ""
+    return Verified(tuple(points), setting, tuple(notes), tuple(closest), str(sharded["plan"]), trace)
+
+
+def point_of(
+    name: str, comparisons: Sequence[Comparison], nothing: str, rounding_alone: int = 0, where: str = ""
+) -> ContractPoint:
     """Return the point for some comparisons; ``nothing``: its detail without any; ``rounding_alone``: of how many."""
-    if not found:
-        return ContractPoint(name, "held", nothing)
-    wrong = [each for each in found if not each.held]
+    wrong = [comparison for comparison in comparisons if not comparison.held]
     if not wrong:
-        return ContractPoint(name, "held", _held(found, rounding_alone))
-    step = min(each.step for each in wrong)
+        return ContractPoint(
+            name, "held", where + (_agreement(comparisons, rounding_alone) if comparisons else nothing)
+        )
+    step = min(comparison.step for comparison in wrong)
     first = max((each for each in wrong if each.step == step), key=lambda each: (bool(each.words), each.excess))
-    more = len({each.name for each in wrong}) - 1
+    more = len({comparison.name for comparison in wrong}) - 1
     others = f"; {more} more are wrong in that step or later" if more else ""
     when = f"after step {step}" if step else "before training"
     if first.words:
         detail = f"{first.name!r} {first.words}, {when}{others}".removeprefix("'' ")
     else:
-        allowed = (
-            f"{first.relative:.2g} of its size, allowed {first.tolerance:.1g}" if first.tolerance else "not a bit may"
-        )
+        allowed = f"{first.relative:.2g} of its size, allowed {first.tolerance:.1g}"
         what = f"{first.name!r} is " if first.name else ""
-        detail = f"{what}{first.largest:.3g} apart {when} ({allowed}){others}"
-    return ContractPoint(name, "broken", detail, first.name or None, step, first.largest)
+        detail = f"{what}{first.largest:.3g} apart {when} ({allowed if first.tolerance else 'not a bit may'}){others}"
+    return ContractPoint(name, "broken", where + detail, first.name or None, step, first.largest)
 
 
-def _held(found: Sequence[Comparison], rounding_alone: int) -> str:
-    count = len({each.name for each in found})
-    steps = len({each.step for each in found})
+def _agreement(comparisons: Sequence[Comparison], rounding_alone: int) -> str:
+    count, steps = (len({getattr(each, key) for each in comparisons}) for key in ("name", "step"))
     what = f"{count} compared" if count > 1 else "compared"
     when = f" at {steps} steps" if steps > 1 else ""
-    worst = max(found, key=lambda each: each.excess)
-    if not worst.relative:
-        said = "no bit differs"
-    else:
-        most = max((each.relative for each in found if each.tolerance < 1), default=worst.relative)
-        said = f"at most {most:.1g} of their size apart, as by rounding"
+    worst = max(comparisons, key=lambda comparison: comparison.excess)
+    message = "no bit differs"
+    if worst.relative:
+        most = max((each.relative for each in comparisons if each.tolerance < 1), default=worst.relative)
+        message = f"at most {most:.1g} of their size apart, as by rounding"
     alone = f"; {rounding_alone} are nothing but rounding" if rounding_alone else ""
-    return f"{what}{when}, {said}{alone}"
-
-
-def contract(
-    known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
-) -> Verified:
-    """Return the report of the results of the three runs, or of the ``Failure`` of one; None: it was not begun."""
-    ranks = setting["ranks"]
-    if isinstance(sharded, Failure):
-        broken = ContractPoint("runs", "broken", _told(sharded), step=_step(sharded))
-        rest = [*VALUES.values(), COPIES, *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
-        points = (broken, *(ContractPoint(name, "not reached", "") for name in rest))
-        return Verified(points, setting, tuple(notes), trace=sharded.trace)
-    plain = []
-    if known.plain is not None:  # whether mixed precision or compiling still trains what plain training does
-        losses, moved = known.plain
-        detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
-        is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
-        plain = [ContractPoint(EXACT if known.hashes else PLAIN, "held" if is_near else "broken", detail)]
-    steps: Sequence[Comparison] = sharded["steps"]
-    points = (
-        ContractPoint("runs", "held", f"forward, backward and step on {ranks} rank{'s' if ranks > 1 else ''}"),
-        *(
-            point_of(
-                name,
-                [step for step in steps if step.kind == kind],
-                "there are none",
-                rounding_alone=known.tolerances.rounding_alone(kind, setting["steps"]),
-            )
-            for kind, name in VALUES.items()
-        ),
-        _point(COPIES, sharded["in common"][1], f"{sharded['in common'][0]} parameters, no bit differs at the end"),
-        *plain,
-        *_bits(known, sharded, restored, setting),
-        *_aspects(known, sharded),
-        *_checkpoint(sharded, restored, setting),
-        _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
-    )
-    failed = isinstance(restored, Failure)
-    told = sorted([*steps, *([] if failed else restored["steps"])], key=lambda each: each.excess)
-    worst = {(each.kind, each.name): each for each in told}
-    closest = sorted(worst.values(), key=lambda each: each.excess, reverse=True)[:CLOSEST]
-    trace = restored.trace if failed else ""
-    return Verified(points, setting, tuple(notes), tuple(closest), str(sharded["plan"]), trace)
-
-
-def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
-    """Return the point that holds the hashes of each step against each other, for an exact run."""
-    if not known.hashes:
-        return []
-    runs = [(_ranks(1), known.hashes), (_ranks(setting["ranks"]), sharded["hashes"])]
-    if not isinstance(restored, Failure):
-        runs.append((f"{_ranks(setting['other_ranks'])} from the checkpoint", restored["hashes"]))
-    wrong, held = None, []
-    for step in known.hashes:
-        by_hash: dict[str, list[str]] = {}
-        for ranks, hashes in runs:
-            if step in hashes:
-                by_hash.setdefault(hashes[step], []).append(ranks)
-        if len(by_hash) > 1 and wrong is None:
-            wrong = step
-        held.append(f"step {step}: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_hash.items()))
-    return [ContractPoint(BITS, "held" if wrong is None else "broken", ". ".join(held), step=wrong)]
-
-
-def _aspects(known: Reference, sharded: Mapping[str, Any]) -> list[ContractPoint]:
-    structure, result = known.structure, []
-    dtypes = {dtype.partition(" ")[0].removeprefix("torch.") for dtype in structure.dtypes.values()}
-    counts = {
-        "names": f"{len(structure.names)}, in order, after shard() and after the last step",
-        "dtypes": ", ".join(sorted(dtypes)),
-        "trainability": f"{sum(structure.trainability.values())} of {len(structure.trainability)} trainable",
-        "ties": f"{len(structure.ties)}" + (f": {' = '.join(structure.ties[0])}" if structure.ties else ""),
-        "membership": f"{len(structure.membership)} group{'s' if len(structure.membership) != 1 else ''}",
-    }
-    for aspect, name in ASPECTS.items():
-        first, last = (sharded[each].get(aspect) for each in ("structure", "structure at the end"))
-        wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
-        wrong += [f"after shard(): {first}"] if first else []
-        wrong += [f"after the last step: {last}"] if last else []
-        result.append(_point(name, wrong, counts[aspect], step=0 if first else None))
-    return result
+    return f"{what}{when}, {message}{alone}"
 
 
 def _point(name: str, wrong: Sequence[str], held: str, step: int | None = None) -> ContractPoint:
@@ -253,41 +200,81 @@ def _point(name: str, wrong: Sequence[str], held: str, step: int | None = None) 
     return ContractPoint(name, "broken", f"{wrong[0]}{more}", step=step)
 
 
+def _failed(name: str, failure: Failure, where: str = "") -> ContractPoint:
+    word = failure.stage.removeprefix("step ").partition(":")[0]
+    detail = f"{where}rank {failure.rank}, {failure.stage}: {failure.words}"
+    return ContractPoint(name, "broken", detail, step=int(word) if word.isdecimal() else None)
+
+
+def _plain(known: Reference) -> list[ContractPoint]:
+    """Return the point that says whether mixed precision or compiling trains what plain training does."""
+    if known.plain is None:
+        return []
+    losses, moved = known.plain
+    detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
+    is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
+    return [ContractPoint(EXACT if known.hashes else PLAIN, "held" if is_near else "broken", detail)]
+
+
+def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
+    """Return the point that compares the hashes of each step, for an exact run."""
+    if not known.hashes:
+        return []
+    runs = {_ranks(1): known.hashes, _ranks(setting["ranks"]): sharded["hashes"]}
+    if not isinstance(restored, Failure):
+        runs[f"{_ranks(setting['other_ranks'])} from the checkpoint"] = restored["hashes"]
+    wrong, details = [], []
+    for step in known.hashes:
+        by_hash: dict[str, list[str]] = {}
+        for ranks, hashes in runs.items():
+            if step in hashes:
+                by_hash.setdefault(hashes[step], []).append(ranks)
+        wrong += [step] if len(by_hash) > 1 else []
+        details.append(f"step {step}: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_hash.items()))
+    first = wrong[0] if wrong else None
+    return [ContractPoint(BITS, "broken" if wrong else "held", ". ".join(details), step=first)]
+
+
+def _aspects(known: Reference, sharded: Mapping[str, Any]) -> Iterator[ContractPoint]:
+    structure = known.structure
+    dtypes = {dtype.partition(" ")[0].removeprefix("torch.") for dtype in structure["dtypes"].values()}
+    trained, ties = structure["trainability"].values(), structure["ties"]
+    groups = sum(key.endswith(": 'params'") for key in structure["membership"])
+    held = {
+        "names": f"{len(structure['names'])}, in order, after shard() and after the last step",
+        "dtypes": ", ".join(sorted(dtypes)),
+        "trainability": f"{sum(trained)} of {len(trained)} trainable",
+        "ties": f"{len(ties)}" + "".join(f": {tie}" for tie in list(ties)[:1]),
+        "membership": f"{groups} group{'s' if groups != 1 else ''}",
+    }
+    for aspect in ASPECTS:
+        first, last = (sharded[key].get(aspect) for key in ("structure", "structure at the end"))
+        wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
+        wrong += [f"after shard(): {first}"] if first else []
+        wrong += [f"after the last step: {last}"] if last else []
+        yield _point(POINTS.get(aspect, aspect), wrong, held[aspect], step=0 if first else None)
+
+
 def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
-    where = [f"on the same {setting['ranks']}", f"on {setting['other_ranks']}"]
-    point = _loaded(sharded["loaded"], sharded["structure loaded"], sharded["disk"], where[0])
+    same, other = f"on the same {setting['ranks']}", f"on {setting['other_ranks']}: "
+    trip = _loaded(sharded["loaded"], sharded["structure loaded"], sharded["disk"], f"{same}: ")
     if isinstance(restored, Failure):
-        told = _told(restored)
-        if "step" not in restored.stage:
-            return [
-                ContractPoint(ROUND_TRIP, "broken", f"{where[1]}: {told}"),
-                ContractPoint(CONTINUED, "not reached", ""),
-            ]
-        return [point, ContractPoint(CONTINUED, "broken", told, step=_step(restored))]
-    other = _loaded(restored["loaded"], restored["structure"], [], where[1])
-    if point.status == other.status == "held":
-        point = ContractPoint(ROUND_TRIP, "held", f"{where[0]} and {other.detail}")
-    elif point.status == "held":
-        point = other
-    return [point, point_of(CONTINUED, restored["steps"], "there is nothing to compare")]
+        if "step" in restored.stage:
+            return [trip, _failed(CONTINUED, restored)]
+        return [_failed(ROUND_TRIP, restored, other), ContractPoint(CONTINUED, "not reached", "")]
+    if trip.status == "held":
+        trip = _loaded(restored["loaded"], restored["structure"], [], other)
+        if trip.status == "held":
+            trip = replace(trip, detail=f"{same} and {trip.detail}")
+    return [trip, point_of(CONTINUED, restored["steps"], "there is nothing to compare")]
 
 
 def _loaded(
-    found: Sequence[Comparison], structure: Mapping[str, str], disk: Sequence[str], where: str
+    comparisons: Sequence[Comparison], structure: Mapping[str, str], disk: Sequence[str], where: str
 ) -> ContractPoint:
-    point = point_of(ROUND_TRIP, found, "there is nothing to load")
-    if point.status == "held" and (wrong := [*disk, *(f"{where}: {words}" for words in structure.values())]):
-        return ContractPoint(ROUND_TRIP, "broken", wrong[0])
-    return replace(point, detail=f"{where}: {point.detail}")
-
-
-def _told(failure: Failure) -> str:
-    return f"rank {failure.rank}, {failure.stage}: {failure.words}"
-
-
-def _step(failure: Failure) -> int | None:
-    word = failure.stage.removeprefix("step ").partition(":")[0]
-    return int(word) if word.isdecimal() else None
+    point = point_of(ROUND_TRIP, comparisons, "there is nothing to load", where=where)
+    wrong = [*disk, *(where + words for words in structure.values())]
+    return ContractPoint(ROUND_TRIP, "broken", wrong[0]) if point.status == "held" and wrong else point
 
 
 def write_page(report: Verified, path: Path) -> None:

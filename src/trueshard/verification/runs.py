@@ -30,8 +30,8 @@ from trueshard.model.names import unwrap
 from trueshard.optim.seeded_random import DRAWS
 from trueshard.verification import compare
 from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
-from trueshard.verification.subjects import Case, Subject, TrainingSetup
-from trueshard.verification.training import Comparer, Progress, RunRecord, Watcher, subject_of, train, wrong_dtypes
+from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
+from trueshard.verification.training import Comparer, Progress, RunRecord, Watcher, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
 SAVED = ("parameters", "buffers", "state")  # kinds of values that a checkpoint holds
@@ -43,9 +43,8 @@ class Reference:
     """Result of the reference, with which the other runs are compared; its tensors are on disk."""
 
     setting: Mapping[str, Any]  # name, parameters and optimizers, for the report
-    structure: Structure  # structure of the model before its first step
-    ending: Structure
-    """Structure after the last step: an optimizer may count in its groups."""
+    structure: Structure  # before the first step
+    ending: Structure  # after the last step: an optimizer may count in its groups
     tolerances: Tolerances
     record: RunRecord
     constant_buffers: Sequence[str]
@@ -53,8 +52,7 @@ class Reference:
     """Distance from plain training: largest relative difference of a step's losses, and of how far all parameters
     together have moved over their movement there. None if the reference is plain training, or the optimizer draws."""
     notes: Sequence[str]
-    hashes: Mapping[int, str]
-    """Hashes of the state after each step, where the run is exact."""
+    hashes: Mapping[int, str]  # of the state after each step, where the run is exact
 
 
 class StepRecorder(Watcher):
@@ -86,9 +84,11 @@ class ShortDtypes(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {each.dtype for each in _torch.tensors_in((args, kwargs)) if each.is_floating_point()}
-        made = {each.dtype for each in _torch.tensors_in(result) if each.is_floating_point()}
-        self.dtypes += [each for each in made - given if each.itemsize == 2 and given]
+        before, after = (
+            {tensor.dtype for tensor in _torch.tensors_in(values) if tensor.is_floating_point()}
+            for values in ((args, kwargs), result)
+        )
+        self.dtypes += [dtype for dtype in after - before if dtype.itemsize == 2 and before]
         return result
 
 
@@ -96,7 +96,7 @@ class RoundingNoise(Comparer):
     """Change a run by rounding errors of ``compute`` or of its own dtypes, and measure how far that takes it."""
 
     def __init__(self, case: Case, compute: torch.dtype | None) -> None:
-        super().__init__(case.tensors("reference"), Tolerances({}, 0.0, {}), (), case.steps)
+        super().__init__(case, Tolerances({}, 0.0, {}), ())
         self._compute = compute
         self._random = torch.Generator().manual_seed(0)
 
@@ -135,52 +135,56 @@ def reference(case: Case, progress: Progress) -> Reference:
     losses = train(subject, setup, record, recorder, progress)
     ending = compare.structure_of(setup.model, setup.optimizers)
     _check_trains(subject.name, losses, store, case.steps)
-    constant = [
-        name
-        for name in store.names("buffers", 0)
-        if torch.equal(store.read("buffers", 0, name), store.read("buffers", case.steps, name))
-    ]
     precision = None if setup.plan is None else setup.plan.mixed_precision
     compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
     floor, floors = _floors(setup, recorder.short, compute)
     progress.stage = "building the model again"
     again = build()
-    if again.model is setup.model:
-        raise ValueError(f"{subject.name} gives the same model each time it is called; make a new one there")
+    _check_repeatable(subject.name, setup.model, again.model, store)
     del setup
-    for key, value in compare.gathered_tensors(compare.values_of("parameters", again.model)):
-        if compare.distance(value, store.read("parameters", 0, key))[0]:
-            raise ValueError(
-                f"{subject.name} gives {key!r} other values each time it is called, although the random generators of "
-                "Python, numpy and torch are seeded before: make it repeatable"
-            )
     noise = RoundingNoise(case, compute)
     train(subject, again, record, noise, progress)
-    measured = {(each.kind, each.step, each.name): each.relative for each in noise.found if not each.words}
-    setting = {
-        "name": subject.name,
-        "parameters": sum(parameter.numel() for parameter in again.model.parameters()),
-        "trainable": sum(parameter.numel() for parameter in again.model.parameters() if parameter.requires_grad),
-        "optimizers": [type(optimizer).__name__ for optimizer in again.optimizers],
-    }
+    measured = {(each.kind, each.step, each.name): each.relative for each in noise.compared if not each.words}
+    parameters = list(again.model.parameters())
     draws = any(DRAWS in group for optimizer in again.optimizers for group in optimizer.param_groups)
-    said = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
+    drawn = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
     return Reference(
-        setting=setting,
+        setting={
+            "name": subject.name,
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "optimizers": [type(optimizer).__name__ for optimizer in again.optimizers],
+        },
         structure=structure,
         ending=ending,
         tolerances=Tolerances(measured, floor, floors),
         record=record,
-        constant_buffers=constant,
+        constant_buffers=[
+            name
+            for name in store.names("buffers", 0)
+            if torch.equal(store.read("buffers", 0, name), store.read("buffers", case.steps, name))
+        ],
         plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic and not draws else None,
-        notes=[*subject.notes, *said, *recorder.coarse, *_batch_norms(again.model)],
+        notes=[*subject.notes, *drawn, *recorder.coarse, *_batch_norms(again.model)],
         hashes=recorder.hashes,
     )
 
 
+def _check_repeatable(name: str, first: nn.Module, again: nn.Module, store: TensorStore) -> None:
+    """Raise ValueError unless the second model is another object of the same values. Collective."""
+    if again is first:
+        raise ValueError(f"{name} gives the same model each time it is called; make a new one there")
+    for key, value in compare.gathered_tensors(compare.values_of("parameters", again)):
+        if compare.distance(value, store.read("parameters", 0, key))[0]:
+            raise ValueError(
+                f"{name} gives {key!r} other values each time it is called, although the random generators of "
+                "Python, numpy and torch are seeded before: make it repeatable"
+            )
+
+
 def _batch_norms(model: nn.Module) -> list[str]:
-    every = [module for module in model.modules() if isinstance(module, _torch.BatchNorm) and module.training]
-    if all(isinstance(each, nn.SyncBatchNorm) for each in every):
+    norms = [module for module in model.modules() if isinstance(module, _torch.BatchNorm) and module.training]
+    if all(isinstance(norm, nn.SyncBatchNorm) for norm in norms):
         return []
     return [
         "The model has batch normalisation, which sees one rank's part of the batch: it does not compute what one "
@@ -245,21 +249,21 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     progress.stage = "shard()"
     setup = subject.sharded()
     beginning = compare.structure_of(setup.model, setup.optimizers)
-    found: dict[str, Any] = {"plan": setup.plan, "structure": compare.differences(beginning, known.structure)}
+    result: dict[str, Any] = {"plan": setup.plan, "structure": compare.differences(beginning, known.structure)}
     comparer = CheckpointComparer(case, known, progress)
-    with wrong_dtypes(setup) as found["computed in"]:
+    with wrong_dtypes(setup) as result["computed in"]:
         train(subject, setup, known.record, comparer, progress)
     ending = compare.structure_of(setup.model, setup.optimizers)
-    found["structure at the end"] = compare.differences(ending, known.ending)
-    found["in common"] = compare.unequal_copies(setup.model)
-    found["steps"], comparer.found = comparer.found, []
+    result["structure at the end"] = compare.differences(ending, known.ending)
+    result["in common"] = compare.unequal_copies(setup.model)
+    result["steps"], comparer.compared = comparer.compared, []
     try:
-        found["loaded"], found["structure loaded"] = comparer.load(setup)
+        result["loaded"], result["structure loaded"] = comparer.load(setup)
     except (ValueError, RuntimeError, OSError) as error:
         words = f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
-        found["loaded"] = [Comparison.fault("checkpoint", case.save_after, CHECKPOINT, words)]
-        found["structure loaded"] = {}
-    return found | {"disturbed": comparer.disturbed, "disk": comparer.disk, "hashes": comparer.hashes}
+        result["loaded"] = [Comparison.fault("checkpoint", case.save_after, CHECKPOINT, words)]
+        result["structure loaded"] = {}
+    return result | {"disturbed": comparer.disturbed, "disk": comparer.disk, "hashes": comparer.hashes}
 
 
 def restored(case: Case, progress: Progress) -> dict[str, Any]:
@@ -270,16 +274,15 @@ def restored(case: Case, progress: Progress) -> dict[str, Any]:
     comparer = CheckpointComparer(case, known, progress)
     loaded, structure = comparer.load(setup)
     train(subject, setup, known.record, comparer, progress, first=case.save_after + 1)
-    return {"loaded": loaded, "structure": structure, "steps": comparer.found, "hashes": comparer.hashes}
+    return {"loaded": loaded, "structure": structure, "steps": comparer.compared, "hashes": comparer.hashes}
 
 
 class CheckpointComparer(Comparer):
     """Compare each step with the reference's, and checkpoints with what was saved."""
 
     def __init__(self, case: Case, known: Reference, progress: Progress) -> None:
-        exact = case.is_exact
-        super().__init__(case.tensors("reference"), known.tolerances, known.constant_buffers, case.steps, exact)
-        self._case, self._known, self._progress = case, known, progress
+        super().__init__(case, known.tolerances, known.constant_buffers, case.is_exact)
+        self._known, self._progress = known, progress
         self.disturbed: list[str] = []  # side effects of a save, in words
         self.disk: list[str] = []  # differences of a checkpoint's own listing, in words
 
@@ -289,7 +292,7 @@ class CheckpointComparer(Comparer):
 
     def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
         super().stepped(step, setup, loss, norm)
-        if step == self._case.save_after:
+        if step == self.case.save_after:
             self.save(setup, step)
 
     def save(self, setup: TrainingSetup, step: int) -> None:
@@ -297,21 +300,20 @@ class CheckpointComparer(Comparer):
         self._progress.stage = f"saving after step {step}"
         before = rank_state(setup.model, setup.optimizers)
         name = CHECKPOINT if step else f"{CHECKPOINT}-before"
-        trueshard.save(self._case.folder / name, **_saved(setup))
+        trueshard.save(self.case.folder / name, **_saved(setup))
         mine = [f"saving after step {step} {words}" for words in changes(before, setup.model, setup.optimizers)]
         ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, mine)
-        self.disturbed += [f"{words} (rank {rank})" for rank, each in enumerate(ranks) for words in each]
+        self.disturbed += [f"{words} (rank {rank})" for rank, messages in enumerate(ranks) for words in messages]
         if self._is_first:
-            listing = trueshard.inspect(str(self._case.folder / name))
+            listing = trueshard.inspect(str(self.case.folder / name))
             assert isinstance(listing, trueshard.Inspected)
             self.disk += compare.differences_on_disk(listing, self._known.structure)
-        if step:
-            saved = self._case.tensors("saved")
-            for kind in SAVED:
-                for key, tensor in compare.gathered_tensors(compare.values_of(kind, setup.model, setup.optimizers)):
-                    if self._is_first:
-                        saved.write(kind, step, key, tensor)
+        values = {kind: compare.values_of(kind, setup.model, setup.optimizers) for kind in SAVED if step}
+        for kind in values:
+            for key, tensor in compare.gathered_tensors(values[kind]):
+                if self._is_first:
+                    self.case.tensors("saved").write(kind, step, key, tensor)
 
     def load(self, setup: TrainingSetup) -> tuple[list[Comparison], dict[str, str]]:
         """Overwrite all that the checkpoint holds, load it, and compare every bit with what was saved. Collective.
@@ -320,24 +322,21 @@ class CheckpointComparer(Comparer):
         """
         self._progress.stage = "loading the checkpoint"
         overwrite(setup.model, setup.optimizers)
-        trueshard.load(self._case.folder / CHECKPOINT, **_saved(setup))
+        trueshard.load(self.case.folder / CHECKPOINT, **_saved(setup))
         self._progress.stage = "after loading the checkpoint"
         for kind in SAVED:
             values = compare.values_of(kind, setup.model, setup.optimizers)
-            self.compare(kind, self._case.save_after, values, self._case.tensors("saved"), exactly=True)
-        loaded, self.found = self.found, []
-        known = self._known
-        structures = (compare.structure_of(setup.model, setup.optimizers), known.structure)
-        return loaded, compare.differences(
-            *(compare.without_counts(structure, known.structure, known.ending) for structure in structures)
-        )
+            self.compare(kind, self.case.save_after, values, self.case.tensors("saved"), exactly=True)
+        loaded, self.compared = self.compared, []
+        start, end = self._known.structure, self._known.ending
+        structures = (compare.structure_of(setup.model, setup.optimizers), start)
+        return loaded, compare.differences(*(compare.without_counts(each, start, end) for each in structures))
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
-    several = {f"optimizer{number}": each for number, each in enumerate(setup.optimizers)} or None
-    optimizer = setup.optimizers[0] if len(setup.optimizers) == 1 else several
-    scaler = {} if setup.scaler is None else {"scaler": setup.scaler}
-    return {"model": setup.model, "optimizer": optimizer, **scaler}
+    optimizers = {f"optimizer{number}": optimizer for number, optimizer in enumerate(setup.optimizers)}
+    optimizer = setup.optimizers[0] if len(optimizers) == 1 else optimizers or None
+    return {"model": setup.model, "optimizer": optimizer, **({"scaler": setup.scaler} if setup.scaler else {})}
 
 
 @torch.no_grad()
@@ -367,16 +366,17 @@ def rank_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
 
 
 def changes(before: Mapping[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Return how this rank's values differ from those that ``rank_state`` returned before, in words."""
     after = dict(_walk(model, optimizers))
     words = [f"removed {key}" for key in before if key not in after]
     words += [f"made {key}" for key in after if key not in before]
     for key in [key for key in before if key in after]:
         one, two = before[key], after[key]
-        if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.dtype == two.dtype):
-            is_same = type(one) is type(two) and not isinstance(one, torch.Tensor) and (one is two or one == two)
-            words += [] if is_same else [f"changed {key}"]
-        elif largest := compare.distance(two, one)[0]:
-            words.append(f"changed {key} by up to {largest:.3g}")
+        if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.dtype == two.dtype:
+            if largest := compare.distance(two, one)[0]:
+                words.append(f"changed {key} by up to {largest:.3g}")
+        elif type(one) is not type(two) or isinstance(one, torch.Tensor) or not (one is two or one == two):
+            words.append(f"changed {key}")
     return words
 
 

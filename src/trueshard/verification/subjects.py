@@ -1,5 +1,7 @@
 """The model that is verified, with optimizers, loss and data, built anew in each process from the same seed.
 
+- It comes from a user's factory or a training configuration; the trainer is imported only for the latter, since it
+  needs more libraries.
 - ``plain()`` is trained by one process without any sharding; ``sharded()`` is the same after ``trueshard.shard``.
 - The global batch of a step consists of parts, one for each rank: whichever rank takes a part, it is the same samples,
   and its random numbers (dropout) are drawn from the same seed.
@@ -16,10 +18,11 @@ import inspect
 import itertools
 import math
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +32,7 @@ from trueshard._torch import own_class
 from trueshard.axes import sizes_of
 from trueshard.checkpoint.state import seed_all
 from trueshard.distributed import replicated_mesh
-from trueshard.errors import one_line
+from trueshard.errors import UserError, one_line
 from trueshard.model import names
 from trueshard.options import Options
 from trueshard.planner.inputs import factories
@@ -39,14 +42,18 @@ from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.inputs.workloads import model_feed
 from trueshard.plans import Plan
-from trueshard.train.losses import Loss, Mean
+from trueshard.train.losses import CausalLoss, Loss, Mean, PreferenceLoss
 from trueshard.verification.compare import TensorStore
+
+if TYPE_CHECKING:
+    from trueshard.train.config import Config
 
 SAMPLES = 2  # samples of a part, if the batch is made here
 SEQUENCE = 32  # tokens of a sample, at most, if the batch is made here
 FIRST_SCALE = 1024.0
 """Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
 # Names of the number of layers in transformers configurations:
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 COUNTS += ("encoder_layers", "decoder_layers", "num_decoder_layers")
 
@@ -140,22 +147,33 @@ class TrainingSetup:
     plan: Plan | None = None  # the plan by which the model was sharded; None: it is plain
 
 
-class Subject(Protocol):
-    case: Case
-    name: str
-    max_norm: float
-    """Norm to which gradients are clipped; infinity: it is only measured."""
-    notes: list[str]
-    """Assumptions, and parts that were made smaller, in sentences."""
+class Subject(ABC):
+    """A training that is verified, plain and sharded."""
 
+    name: str
+    max_norm = math.inf  # norm to which gradients are clipped; infinity: it is only measured
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.notes: list[str] = []  # assumptions, and parts that were made smaller, in sentences
+
+    @abstractmethod
     def plain(self) -> TrainingSetup:
         """Build the model in this process, untrained and not sharded."""
 
+    @abstractmethod
     def sharded(self) -> TrainingSetup:
         """Build the same, sharded over the ranks of this process group, or raise ``ShardRefused``. Collective."""
 
+    @abstractmethod
     def microbatches(self, step: int, part: int) -> list[Any]:
         """Return a part (below ``Case.parts``) of the global batch of a step (from 1 on), on the CPU."""
+
+
+def subject_of(case: Case) -> Subject:
+    if callable(case.source) or isinstance(case.source, (str, Original)):
+        return FactorySubject(case)
+    return ConfigSubject(case)
 
 
 def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -165,23 +183,23 @@ def keep_layers(model: nn.Module, layers: int, optimizers: Iterable[torch.optim.
     other such list. The optimizers forget the parameters of the others.
     """
     root = names.unwrap(model)
-    removed = 0
-    for held in list(_lists(root, layers + 1)):
-        removed += len(held) - layers
-        del held[layers:]
-    if removed:
-        settings = getattr(root, "config", None)
-        if settings is not None:
-            shorten(settings, layers)
-        kept = {id(parameter) for parameter in root.parameters()}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                staying = [i for i, parameter in enumerate(group["params"]) if id(parameter) in kept]
-                for key in group.keys() & {"params", "param_names"}:
-                    group[key] = [group[key][i] for i in staying]
-            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-            for parameter in [each for each in optimizer.state if id(each) not in kept]:
-                del optimizer.state[parameter]
+    lists = list(_lists(root, layers + 1))
+    removed = sum(len(blocks) - layers for blocks in lists)
+    if not removed:
+        return 0
+    for blocks in lists:
+        del blocks[layers:]
+    if (settings := getattr(root, "config", None)) is not None:
+        shorten(settings, layers)
+    kept = {id(parameter) for parameter in root.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            staying = [id(parameter) in kept for parameter in group["params"]]
+            for key in group.keys() & {"params", "param_names"}:
+                group[key] = list(itertools.compress(group[key], staying))
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
+            del optimizer.state[parameter]
     return removed
 
 
@@ -215,11 +233,11 @@ def loss_scaler(case: Case) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler(kind, init_scale=FIRST_SCALE) if case.choices.scales_loss() else None
 
 
-class FactorySubject:
+class FactorySubject(Subject):
     """The model, and perhaps optimizers, batch and loss, that a user's factory makes."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        super().__init__(case)
         seed_all(case.seed)  # a file may make its batch when it is imported
         if isinstance(case.source, str):
             self._factory = factories.from_file(case.source, guarded=False)
@@ -229,31 +247,27 @@ class FactorySubject:
             self._factory = factories.from_callable(case.source)
             self._factory.file = None  # its lines are in no file that the user named
         self.name = self._factory.name
-        self.max_norm = math.inf
-        self.notes: list[str] = []
         self._batch: Callable[[int], Any] | None = None
         self._loss: Any = model_loss
 
     def plain(self) -> TrainingSetup:
-        parts = self._build()
+        case, parts = self.case, self._build()
         model = parts.model.train()
-        given = parts.optimizers if self.case.optimizer is None else optimizers_of(self.case.optimizer)
-        if given is None:
+        made = parts.optimizers if case.optimizer is None else optimizers_of(case.optimizer)
+        if made is None:
             self._note("The optimizer is AdamW with a learning rate of 1e-3: the factory brings none.")
-            given = optimizers_of("adamw")
-        optimizers = checked(given, f"optimizers of {self.name}", model)
-        if self.case.layers is not None and (removed := keep_layers(model, self.case.layers, optimizers)):
-            self._note(f"The model has {removed} blocks less: of each list, the first {self.case.layers} are kept.")
+            made = optimizers_of("adamw")
+        optimizers = checked(made, f"optimizers of {self.name}", model)
+        if case.layers is not None and (removed := keep_layers(model, case.layers, optimizers)):
+            self._note(f"The model has {removed} blocks less: of each list, the first {case.layers} are kept.")
         if torch.cuda.is_available():
             model.cuda()
         if self._batch is None:
             self._batch = self._fed(parts.batch, model)
-        loss: Loss = Mean(parts.loss or self._loss)
-        if self.case.splits:
-            if parts.loss is not None:
-                raise ValueError(f"{self.name}: context splits sequences, and the loss of the factory knows whole ones")
-            loss = TargetSum()
-        return TrainingSetup(model, optimizers, loss, loss_scaler(self.case))
+        if case.splits and parts.loss is not None:
+            raise ValueError(f"{self.name}: context splits sequences, and the loss of the factory knows whole ones")
+        loss = TargetSum() if case.splits else Mean(parts.loss or self._loss)
+        return TrainingSetup(model, optimizers, loss, loss_scaler(case))
 
     def sharded(self) -> TrainingSetup:
         setup, case = self.plain(), self.case
@@ -285,29 +299,29 @@ class FactorySubject:
             result = function()
         return factory.parts_of(result)
 
-    def _fed(self, given: Any, model: nn.Module) -> Callable[[int], Any]:
-        """Return (step) → global batch for what the factory gives; if it gives none, one that fits, and its loss."""
+    def _fed(self, batch: Any, model: nn.Module) -> Callable[[int], Any]:
+        """Return (step) → global batch for the factory's ``batch``; if it has none, one that fits, and its loss."""
         samples, sequence = SAMPLES * self.case.parts, self.case.sequence
-        if given is None:
+        if batch is None:
             feed = model_feed(model, sequence)
             length = sequence or min(feed.sequence, SEQUENCE)
-            for said in feed.assumptions:
-                self._note(said)
+            for assumption in feed.assumptions:
+                self._note(assumption)
             self._loss = feed.loss
             return lambda step: feed.batch(samples, length)
-        if callable(given):
-            return _called(given, samples, sequence or SEQUENCE, self.name)
-        is_one = isinstance(given, (torch.Tensor, Mapping, tuple)) or not isinstance(given, Iterable)
-        if is_one or (isinstance(given, list) and (not given or any(isinstance(each, torch.Tensor) for each in given))):
-            return lambda step: given
-        batches = list(itertools.islice(iter(given), self.case.steps))
+        if callable(batch):
+            return _called(batch, samples, sequence or SEQUENCE, self.name)
+        is_one = isinstance(batch, (torch.Tensor, Mapping, tuple)) or not isinstance(batch, Iterable)
+        if is_one or (isinstance(batch, list) and (not batch or any(isinstance(part, torch.Tensor) for part in batch))):
+            return lambda step: batch
+        batches = list(itertools.islice(iter(batch), self.case.steps))
         if not batches:
             raise ValueError(f"{self.name}: its batches are empty; give at least one")
         return lambda step: batches[(step - 1) % len(batches)]
 
     def _part(self, batch: Any, part: int, parts: int) -> Any:
         """Return a part's rows of a batch: of every tensor whose first size is that of the first tensor."""
-        tensors = [each for each in tensors_of(batch) if each.ndim]
+        tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim]
         if not tensors:
             raise ValueError(f"{self.name}: its batch holds no tensor with a dimension; give example tensors")
         rows = tensors[0].shape[0]
@@ -316,19 +330,19 @@ class FactorySubject:
                 f"{self.name}: its batch has {rows} samples for {parts} ranks; give one for each, or take fewer ranks"
             )
 
-        def cut(each: Any, place: int) -> Any:
-            is_rows = isinstance(each, torch.Tensor) and each.ndim > 0 and each.shape[0] == rows
-            return each.tensor_split(parts)[place] if is_rows else each
+        def cut(leaf: Any, place: int) -> Any:
+            is_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+            return leaf.tensor_split(parts)[place] if is_rows else leaf
 
-        own = mapped(lambda each: cut(each, part), batch)
-        other = mapped(lambda each: cut(each, (part + 1) % parts), batch)
-        pairs = zip(tensors_of(own), tensors_of(other), strict=True)
+        local = mapped(lambda leaf: cut(leaf, part), batch)
+        other = mapped(lambda leaf: cut(leaf, (part + 1) % parts), batch)
+        pairs = zip(tensors_of(local), tensors_of(other), strict=True)
         if parts > 1 and all(torch.equal(one, two) for one, two in pairs):
             raise ValueError(
                 f"{self.name}: every rank would train on the same samples, so that a gradient which is not reduced "
                 "would not show; give a batch of different samples"
             )
-        return own
+        return local
 
     def _note(self, words: str) -> None:
         if words not in self.notes:
@@ -337,12 +351,8 @@ class FactorySubject:
 
 def _called(function: Callable[..., Any], samples: int, sequence: int, name: str) -> Callable[[int], Any]:
     """Return (step) → batch for a user's function of nothing, of the step, or of (microbatch, sequence)."""
-    needed = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    signature = inspect.signature(function)
+    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in POSITIONAL]
     if len(needed) > 2:
         raise ValueError(f"{name}: batch wants {len(needed)} arguments; it is called with (microbatch, sequence)")
     return lambda step: function(*((), (step,), (samples, sequence))[len(needed)])
@@ -350,5 +360,101 @@ def _called(function: Callable[..., Any], samples: int, sequence: int, name: str
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     result: list[torch.Tensor] = []
-    mapped(lambda each: result.append(each) if isinstance(each, torch.Tensor) else None, value)
+    mapped(lambda leaf: result.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
     return result
+
+
+def small_configuration(
+    path: Path, overrides: Sequence[str], folder: Path, nproc: int, options: Sequence[str]
+) -> tuple[Config, list[str]]:
+    """Return a configuration whose run lives in ``folder``, with small batches, and notes of the changes.
+
+    Raises UserError or ValueError for a configuration, or ``options`` set beside it, that cannot be verified.
+    """
+    from trueshard.train.parse import load_config
+    from trueshard.train.run.checks import located
+
+    if options:
+        raise ValueError(
+            f"{path} says how it is trained and sharded: leave out {', '.join(options)}, or override a key"
+        )
+    config = located(load_config(path, list(overrides)))
+    if config.rl is not None:
+        raise UserError(f"{path}: verify compares losses of given data, and [rl] makes its own; name one without [rl]")
+    train, parts = config.train, max(other_ranks(config.shard.readers(nproc)))
+    accumulate = min(train.accumulation(parts), 2)
+    samples = min(2, max(1, train.batch_size // (parts * train.accumulation(parts))))
+    update = {"batch_size": parts * accumulate * samples}
+    update |= {"accumulate": accumulate} if train.microbatch is None else {"microbatch": samples}
+    run = config.run.model_copy(update={"dir": str(folder / "run")})
+    note = (
+        f"A step takes {update['batch_size']} sequences (the configuration: {train.batch_size}), "
+        "at the learning rate without its schedule."
+    )
+    return config.model_copy(update={"train": train.model_copy(update=update), "run": run}), [note]
+
+
+class ConfigSubject(Subject):
+    """Model, optimizer, loss, data and ``[shard]`` of a configuration, as ``train`` has them.
+
+    The plain model gets the values that the sharded one is filled with: random ones are made block by block, by its
+    name. Raises UserError where settings or data are wrong.
+    """
+
+    def __init__(self, case: Case) -> None:
+        from trueshard.train.run.checks import check
+
+        super().__init__(case)
+        self._config: Config = case.source
+        ready = check(self._config, case.parts, make=not (self._config.run.folder / "data").exists())
+        self._settings, self._data = ready.architecture, ready.data
+        if case.layers is not None:
+            shorten(self._settings, case.layers)
+        self.name = str(getattr(self._settings, "model_type", "model"))
+        limit = self._config.train.max_grad_norm
+        self.max_norm = math.inf if limit is None else limit
+
+    def plain(self) -> TrainingSetup:
+        from trueshard.train.models.build import with_values
+        from trueshard.train.models.parameters import copy_module
+        from trueshard.train.run import session
+
+        config = self._config
+        filled = session.build(config, self._settings)
+        session.shard(type(config.shard)(), filled)
+        session.fill(config, filled)
+        model = with_values(config, self._settings)
+        copy_module(model, filled)
+        del filled
+        if torch.cuda.is_available():
+            model.cuda()
+        optimizer = session.build_optimizer(config.optimizer, model.named_parameters())
+        loss: Loss = CausalLoss(config.train.whole_logits)
+        if config.data.format == "preference":
+            reference = copy.deepcopy(model).requires_grad_(False) if config.adapter is None else None
+            preference = config.preference
+            loss = PreferenceLoss(reference, preference.beta, preference.label_smoothing, config.train.whole_logits)
+        return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self.case))
+
+    def sharded(self) -> TrainingSetup:
+        from trueshard.train.run import session
+
+        config, settings = self._config, self._settings
+        model = session.build(config, settings)
+        optimizer = session.build_optimizer(config.optimizer, model.named_parameters())
+        section = type(config.shard)(**vars(self.case.choices), replicate=self.case.replicate)
+        try:
+            plan = session.shard(section, model, optimizer)
+        except UserError as error:
+            raise ShardRefused(str(error)) from error
+        session.fill(config, model)
+        loss = session.choose_loss(config, settings, model)
+        return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self.case), plan)
+
+    def microbatches(self, step: int, part: int) -> list[Any]:
+        from trueshard.train.run import session
+
+        train = self._config.train
+        loader = session.loader_of(self._config, self._data, rank=part, ranks=self.case.parts, prefetch=0)
+        loader.load_state_dict({"samples": (step - 1) * train.batch_size})
+        return [next(loader) for _ in range(train.accumulation(self.case.parts))]

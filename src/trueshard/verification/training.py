@@ -1,7 +1,7 @@
 """The steps that every run of a verification takes, plain or sharded, by the same lines; and what is recorded of them.
 
 A step: forward and backward of each part with its own random seed, gradient norm (clipped where asked for), the
-optimizers. A ``Watcher`` sees it.
+optimizers. A ``Watcher`` sees it. It is not the trainer's step: a plain model must not go through this library.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules, unwrap
 from trueshard.optim.exact import loss_on_grid
-from trueshard.planner.inputs.factories import Original
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
-from trueshard.verification.subjects import Case, FactorySubject, Subject, TrainingSetup, tensors_of
+from trueshard.verification.subjects import Case, Subject, TrainingSetup, tensors_of
 
 
 @dataclass
@@ -49,8 +48,8 @@ class RunRecord:
     def check_batch(self, name: str, place: tuple[int, int, int], batch: Any) -> None:
         """Keep the checksum of a microbatch, or raise ``UserError`` if another one is known."""
         checksum = 0
-        for each in tensors_of(batch):
-            checksum = crc32(as_bytes(each), checksum)
+        for tensor in tensors_of(batch):
+            checksum = crc32(as_bytes(tensor), checksum)
         if self.checksums.setdefault(place, checksum) != checksum:
             raise UserError(
                 f"{name} gives another batch in each process or at each call, although the random generators of "
@@ -62,10 +61,8 @@ class Watcher:
     """Base class of what sees the values of a run; all its methods are collective."""
 
     def __init__(self) -> None:
-        self.hashes: dict[int, str] = {}
-        """Step → hash of parameters and optimizer state, where the run is exact."""
-        self.coarse: list[str] = []
-        """Parameters that lost digits by exact sums, in sentences."""
+        self.hashes: dict[int, str] = {}  # step → hash of parameters and optimizer state, where the run is exact
+        self.coarse: list[str] = []  # parameters that lost digits by exact sums, in sentences
 
     def see(self, kind: str, step: int, values: Named) -> None:
         """Take the values of a kind after a step; 0: before training."""
@@ -101,25 +98,19 @@ class Comparer(Watcher):
     ``exact`` no bit of anything may.
     """
 
-    def __init__(
-        self,
-        store: TensorStore,
-        tolerances: Tolerances,
-        constant: Collection[str],
-        last: int,
-        exact: bool = False,
-    ) -> None:
+    def __init__(self, case: Case, tolerances: Tolerances, constant: Collection[str], exact: bool = False) -> None:
         super().__init__()
-        self._is_exact = exact
-        self._store, self._tolerances, self._constant, self._last = store, tolerances, constant, last
+        self.case, self._is_exact = case, exact
+        self._store, self._tolerances, self._constant = case.tensors("reference"), tolerances, constant
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self.found: list[Comparison] = []
+        self.compared: list[Comparison] = []
 
     def see(self, kind: str, step: int, values: Named) -> None:
         if kind != "buffers" or step == 0:
             self.compare(kind, step, values, self._store, exactly=step == 0)
-        elif step == self._last:
-            self.compare(kind, step, values, self._store, exactly=True, only=self._constant)
+        elif step == self.case.steps:
+            constant = {name: value for name, value in values.items() if name in self._constant}
+            self.compare(kind, step, constant, self._store, exactly=True, names=self._constant)
 
     def compare(
         self,
@@ -127,38 +118,30 @@ class Comparer(Watcher):
         step: int,
         values: Named,
         store: TensorStore,
-        exactly: bool = False,
-        only: Collection[str] | None = None,
+        exactly: bool,
+        names: Collection[str] | None = None,
     ) -> None:
-        """Compare every tensor of a kind, or ``only`` some names, with those of ``store``. Collective."""
-        expected = set(store.names(kind, step)) if self._is_first else set()
-        if only is not None:
-            expected, values = expected & set(only), {name: value for name, value in values.items() if name in only}
+        """Compare every tensor of a kind with those of ``store``: all, or those of some names. Collective."""
+        expected = set(store.names(kind, step) if names is None else names) if self._is_first else set()
         for name, tensor in compare.gathered_tensors(values):
-            if not self._is_first:
-                continue
-            if name not in expected:
-                self.found.append(Comparison.fault(kind, step, name, "is there, and not on one process"))
-                continue
-            expected.discard(name)
-            known = store.read(kind, step, name)
-            if known.dtype != tensor.dtype:
-                words = f"is {tensor.dtype}, and {known.dtype} there".replace("torch.", "")
-                self.found.append(Comparison.fault(kind, step, name, words))
-                continue
-            start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
-            tolerance = 0.0 if exactly or self._is_exact else self._tolerances.of(kind, step, name)
-            words = compare.first_bit(tensor, known) if self._is_exact else ""
-            self.found.append(Comparison(kind, step, name, *compare.distance(tensor, known, start), tolerance, words))
-        self.found += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
+            if self._is_first and name not in expected:
+                self.compared.append(Comparison.fault(kind, step, name, "is there, and not on one process"))
+            elif self._is_first:
+                expected.discard(name)
+                self.compared.append(self._compared(kind, step, name, tensor, store, exactly))
+        self.compared += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
 
-
-def subject_of(case: Case) -> Subject:
-    if callable(case.source) or isinstance(case.source, (str, Original)):
-        return FactorySubject(case)
-    from trueshard.verification.config_subject import ConfigSubject  # which needs the trainer's libraries
-
-    return ConfigSubject(case)
+    def _compared(
+        self, kind: str, step: int, name: str, tensor: torch.Tensor, store: TensorStore, exactly: bool
+    ) -> Comparison:
+        expected = store.read(kind, step, name)
+        if expected.dtype != tensor.dtype:
+            words = f"is {tensor.dtype}, and {expected.dtype} there".replace("torch.", "")
+            return Comparison.fault(kind, step, name, words)
+        start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
+        tolerance = 0.0 if exactly or self._is_exact else self._tolerances.of(kind, step, name)
+        words = compare.first_bit(tensor, expected) if self._is_exact else ""
+        return Comparison(kind, step, name, *compare.distance(tensor, expected, start), tolerance, words)
 
 
 def train(
@@ -171,8 +154,8 @@ def train(
     """
     runtime = runtime_of(unwrap(setup.model))
     rank, ranks = (0, 1) if runtime is None else runtime.axes.reader
-    case, each = subject.case, subject.case.parts // ranks
-    parts, losses, scaler = range(rank * each, (rank + 1) * each), [], setup.scaler
+    case, count = subject.case, subject.case.parts // ranks
+    parts, losses, scaler = range(rank * count, (rank + 1) * count), [], setup.scaler
     if first == 1:
         watcher.begin(setup)
     for step in range(first, case.steps + 1):
@@ -219,7 +202,7 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
         last = place == len(microbatches)
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
-            moved = mapped(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, batch)
+            moved = mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
             value = setup.loss(setup.model, moved if context is None else trueshard.split_sequence(setup.model, moved))
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
@@ -248,24 +231,24 @@ def _clip(setup: TrainingSetup, limit: float) -> float:
 @contextlib.contextmanager
 def wrong_dtypes(setup: TrainingSetup) -> Iterator[list[str]]:
     """Yield a list; the first parameter that a forward finds in another dtype than asked for is added, in words."""
-    precision = None if setup.plan is None else setup.plan.mixed_precision
-    asked = None if precision is None else precision.compute
-    kept = set() if setup.plan is None else {each.name for each in setup.plan.replicated}
-    found: list[str] = []
+    plan = setup.plan
+    compute = None if plan is None or plan.mixed_precision is None else plan.mixed_precision.compute
+    kept = set() if plan is None else {parameter.name for parameter in plan.replicated}
+    wrong: list[str] = []
 
     def look(prefix: str, module: nn.Module, arguments: Any) -> None:
         for key, parameter in _torch.own_parameters(module).items():
             name = f"{prefix}.{key}" if prefix else key
-            if parameter is not None and name not in kept and parameter.is_floating_point() and not found:
+            if parameter is not None and name not in kept and parameter.is_floating_point() and not wrong:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                if dtype != asked:
-                    found.append(f"{name!r} is computed in {dtype}, asked for {asked}")
+                if dtype != compute:
+                    wrong.append(f"{name!r} is computed in {dtype}, asked for {compute}")
 
     hooks = [
         module.register_forward_pre_hook(functools.partial(look, name))
         for name, module in named_modules(setup.model)
-        if asked is not None and _torch.own_parameters(module)
+        if compute is not None and _torch.own_parameters(module)
     ]
-    yield found
+    yield wrong
     for hook in hooks:
         hook.remove()
