@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import trueshard
-from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
+from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine
 

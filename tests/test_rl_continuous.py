@@ -16,9 +16,9 @@ from parity import Ranks, assert_same
 from test_rl_rollouts import model_of, run, tokenizer
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
-from trueshard.train.rl.engine import TransformersEngine, choose_engine, import_continuous, probes
+from trueshard.train.rl.engine import TransformersEngine, choose_engine, import_continuous
+from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
 
 CONTINUOUS = {"rollout": {"continuous": True}}
@@ -69,8 +69,9 @@ def both(rank: int, world: int, kind: str, sampling: Sampling) -> tuple[list[Ans
     model = of_kind(kind)
     trueshard.shard(model)
     asked = requests(90, 23)
-    wanted = TransformersEngine(model, tokenizer(), ENDS, batch=16).generate(asked, sampling)
-    engine = import_continuous().ContinuousEngine(model, tokenizer(), ENDS, probes(14), 1e-3, batch=16)
+    encoder = PromptEncoder(tokenizer())
+    wanted = TransformersEngine(model, encoder, ENDS, batch=16).generate(asked, sampling)
+    engine = import_continuous().ContinuousEngine(model, encoder, ENDS, batch=16)
     generator, frozen, threads = torch.get_rng_state(), gc.get_freeze_count() > 0, threading.active_count()
     found = engine.generate(asked, sampling)
     untouched = torch.equal(generator, torch.get_rng_state()) and (gc.get_freeze_count() > 0) == frozen

@@ -23,6 +23,7 @@ from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
 from trueshard.train.rl.engine import TransformersEngine
+from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.run import forecast, out_of_memory, rl_forecast
 from trueshard.train.run.checks import check_settings
@@ -51,7 +52,7 @@ def allocated(rank: int, world: int, words: dict[str, Any]) -> tuple[int, int]:
     copy = GatheredCopy(model)
     copied = sum(each.nbytes for each in (*copy.module.parameters(), *copy.module.buffers()))
     copy.close()
-    engine = TransformersEngine(model, Tokenizer(), ends=(), batch=config.rollout.batch)
+    engine = TransformersEngine(model, PromptEncoder(Tokenizer()), ends=(), batch=config.rollout.batch)
     seen: list[Any] = []
     engine._copy.module.register_forward_hook(lambda *passed: seen.append(passed[-1].past_key_values))
     prompt = config.train.sequence_length - config.rollout.tokens
@@ -63,6 +64,7 @@ def allocated(rank: int, world: int, words: dict[str, Any]) -> tuple[int, int]:
 
 class Tokenizer:
     pad_token_id = eos_token_id = 0
+    chat_template = None
 
 
 @pytest.mark.parametrize("precision", all_but(["bf16"], [None, "bf16"]))

@@ -13,10 +13,9 @@ import torch
 import trueshard
 from parity import Ranks, assert_same
 from test_train_losses import gradients, tiny
-from trueshard.train.rl.advantages import advantages, is_equal, too_long
+from trueshard.train.rl.engine import key_of, uniform
 from trueshard.train.rl.policy import PolicyLoss, estimates
-from trueshard.train.rl.policy_losses import LOSSES
-from trueshard.train.rl.samples import key_of, uniform
+from trueshard.train.rl.policy_losses import LOSSES, advantages, is_equal, too_long
 
 ROWS, LENGTH = 6, 20
 EXACT = 1e-12

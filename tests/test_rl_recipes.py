@@ -121,7 +121,7 @@ def inside(rank: int, world_size: int, name: str, folder: str, overrides: tuple[
         "state": [name for name, each in trainer.model.named_parameters() if id(each) in stateful],
         "reference": rollouts.reference is not None,
         "keys": {key for batch in batches for key in batch},
-        "samples": [vars(each.sample) for each in rollouts.current.scored],
+        "samples": [vars(sample) for sample in rollouts.current.samples],
         "targets": [batch["targets"].ne(-100).sum().item() for batch in batches],
     }
 

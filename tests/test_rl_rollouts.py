@@ -108,7 +108,7 @@ def trained(
         optimizer.zero_grad()
         measured = {k: v for k, v in rollouts.measures.items() if not k.startswith("seconds")}
         found["measures"].append(measured | rollouts.loss.measures())
-        found["samples"] |= {each.sample.name: each.sample.tokens for each in rollouts.current.scored}
+        found["samples"] |= {sample.name: sample.tokens for sample in rollouts.current.samples}
     found["state"] = rollouts.state_dict()
     found["weights"] = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()

@@ -31,9 +31,10 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.gathering import GatheredCopy
+from trueshard.train.rl.engine import Draw, alone, probe_bound, probes
 from trueshard.train.rl.ranks import divided, on_every_rank
+from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
-from trueshard.train.rl.token_sampling import Draw, alone
 
 if "auto_switch_to_flash" not in ContinuousBatchingConfig.__dataclass_fields__:
     raise ImportError("its ContinuousBatchingConfig has no auto_switch_to_flash")
@@ -51,18 +52,17 @@ class ContinuousEngine:
     def __init__(
         self,
         model: nn.Module,  # sharded
-        tokenizer: Any,
+        encoder: PromptEncoder,
         ends: Collection[int],  # tokens that end an answer
-        texts: Sequence[list[int]],  # to be tried
-        bound: float,  # how far two right programs' log-probabilities may be apart, in nats
         *,
         batch: int = 64,  # requests that are under way at a time
     ) -> None:
-        self._tokenizer, self._ends, self._batch = tokenizer, frozenset(ends), batch
+        self._encoder, self._ends, self._batch = encoder, frozenset(ends), batch
         self._device = device_of(sharded(model).mesh)
         self._copy = GatheredCopy(model)
         self._kind = type(names.unwrap(self._copy.module)).__name__
-        on_every_rank(lambda: self._try(texts, bound))
+        bound = probe_bound(model)
+        on_every_rank(lambda: self._try(bound))
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""
@@ -79,7 +79,7 @@ class ContinuousEngine:
     def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         if not requests:
             return []
-        draw = Draw(requests, sampling, self._ends, self._tokenizer)
+        draw = Draw(requests, sampling, self._ends, self._encoder)
         on_gpu = self._device.type == "cuda"
         with _quick_collections(), torch.random.fork_rng([self._device] if on_gpu else []):
             manager = self._manager(requests, draw)
@@ -124,12 +124,9 @@ class ContinuousEngine:
         manager.logit_processor.tensors_required = 1
         return manager
 
-    def _try(self, texts: Sequence[list[int]], bound: float) -> float:
-        """Return how far log-probabilities with pages are from those without, in nats.
-
-        Raises `UserError` if that is more than ``bound``, or cannot be computed.
-        """
-        texts = [text[: 8 + number] for number, text in enumerate(texts)]
+    def _try(self, bound: float) -> None:
+        """Raise `UserError` if log-probabilities with pages are not those without, within ``bound``, in nats."""
+        texts = [text[: 8 + number] for number, text in enumerate(probes(len(self._encoder.tokenizer)))]
         requests = [Request((0, 0, number), text, most=4) for number, text in enumerate(texts)]
         logger = logging.getLogger("ContinuousBatchingLogger")
         before, logger.disabled = logger.disabled, True  # it would show the traceback of what is one line here
@@ -142,16 +139,15 @@ class ContinuousEngine:
             ) from error
         finally:
             logger.disabled = before
-        apart = max(self._apart(text, answer) for text, answer in zip(texts, answers, strict=True))
-        if not apart <= bound:
+        difference = max(self._difference(text, answer) for text, answer in zip(texts, answers, strict=True))
+        if not difference <= bound:
             raise UserError(
                 f"rollout.continuous: a {self._kind} computes other log-probabilities in continuous batching, by "
-                f"{apart:.2g}; remove it"
+                f"{difference:.2g}; remove it"
             )
-        return apart
 
     @torch.no_grad()
-    def _apart(self, text: list[int], answer: Answer) -> float:
+    def _difference(self, text: list[int], answer: Answer) -> float:
         ids = torch.tensor([text + answer.ids], device=self._device)
         logs = self._copy.module(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(1)
         wanted = logs.gather(1, ids[0, 1:, None])[len(text) - 1 :, 0]

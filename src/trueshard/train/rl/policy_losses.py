@@ -1,4 +1,13 @@
-"""The losses of one token, and the table of their words in ``rl.loss``.
+"""Advantages of answers from their rewards, and the losses of one token: pure functions, without a model.
+
+A group is the answers to one prompt. Standard deviations are unbiased (n - 1), and get 1e-6 added, as in the peers.
+
+- ``group`` (GRPO, Shao et al. 2024): (r - mean) / standard deviation, both of the group.
+- ``centred`` (Dr. GRPO, Liu et al. 2025): r - mean of the group.
+- ``leave_one_out`` (RLOO, Ahmadian et al. 2024): r - mean of the others of the group.
+- ``batch`` (REINFORCE++, Hu 2025): (r - mean) / standard deviation over all tokens of the rollout, each with the reward
+  of its answer.
+- ``greedy`` (ReMax, Li et al. 2023): r - reward of the likeliest answer to the same prompt.
 
 With the ratio r = π / π_old of a token's probabilities, the advantage A of its answer, and clip = (low, high), the loss
 of a token is
@@ -18,7 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Values = npt.NDArray[np.float64]
 
 LIMIT = 20.0
 """Largest |log r|: e^20 is finite in every dtype with the exponent of float32, and so is its gradient."""
@@ -109,3 +122,42 @@ LOSSES = {
     "soft": TokenLoss(soft, "SAPO"),
 }
 """``rl.loss`` → loss. The configuration, its documents and errors, and the tests take the words from here."""
+
+
+def advantages(
+    kind: str,
+    rewards: Values,  # [groups, samples]
+    lengths: npt.NDArray[np.int64],  # [groups, samples]: tokens of each answer
+    baselines: Values | None = None,  # [groups]: for "greedy", the reward of the likeliest answer
+) -> Values:
+    """Return the advantage of each answer, [groups, samples]."""
+    if kind == "greedy":
+        assert baselines is not None
+        return rewards - baselines[:, None]
+    if kind == "batch":
+        total = lengths.sum()
+        centred = rewards - (rewards * lengths).sum() / total
+        spread = np.sqrt((lengths * centred**2).sum() / max(1, total - 1))
+    elif kind == "leave_one_out":
+        return rewards - (rewards.sum(1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
+    else:
+        centred = rewards - rewards.mean(1, keepdims=True)
+        if kind == "centred":
+            return centred
+        spread = rewards.std(1, ddof=1, keepdims=True)
+    return centred / (spread + 1e-6)
+
+
+def is_equal(rewards: Values) -> npt.NDArray[np.bool_]:
+    """Return which groups have equal rewards: [groups, samples] → [groups]."""
+    result: npt.NDArray[np.bool_] = rewards.max(1) == rewards.min(1)
+    return result
+
+
+def too_long(
+    lengths: npt.NDArray[np.int64],  # tokens of answers, any shape
+    first: int,  # tokens from which on the reward falls
+    most: int,  # tokens at which it has fallen by 1
+) -> Values:
+    """Return what is added to the reward of answers, 0 to -1: the soft punishment of DAPO (Yu et al. 2025, eq. 13)."""
+    return -np.clip((lengths - first) / (most - first), 0.0, 1.0)

@@ -3,6 +3,9 @@
 - Before a step: the engine takes over the weights, prompts are answered, answers are rewarded, groups of equal rewards
   are replaced, log-probabilities of the model (and the reference) are computed where the loss needs them, and rewards
   become advantages. Every rank knows all samples, and trains on its part.
+- Which samples share an optimizer step follows from their names alone. Within a step they are dealt to microbatches by
+  length, so that the microbatches of all ranks at one time are of about one length. With a fixed number of samples in a
+  microbatch its content, and so its shape, follows from the samples alone, and not from the ranks.
 - The place of a run in its data is the number of prompts consumed. With several steps a rollout, or samples made ahead,
   the samples that are not used yet are in the checkpoint.
 """
@@ -10,10 +13,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +28,69 @@ from torch import nn
 
 from trueshard.distributed import device_of
 from trueshard.sharding.engine import sharded
-from trueshard.train.data.batches import Batch, Mixture
+from trueshard.train.data.batches import IGNORED, Batch, Mixture
 from trueshard.train.data.order import Order
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.losses import without_adapter
-from trueshard.train.rl import advantages
-from trueshard.train.rl.batch import PromptEncoder, Prompts, dealt, microbatch, of_samples
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
+from trueshard.train.rl.policy_losses import advantages, is_equal, too_long
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
-from trueshard.train.rl.rollout_state import Logs, Rollout, Scored, packed, unpacked
-from trueshard.train.rl.sampler import Asked, Sampler
-from trueshard.train.rl.samples import Prompt, Sampling
+from trueshard.train.rl.sampler import Asked, PromptEncoder, Prompts, Sampler
+from trueshard.train.rl.samples import Sample, Sampling
+
+_LISTS = {
+    "asked": torch.int64,
+    "tokens": torch.int64,
+    "own": torch.bool,
+    "logprobs": torch.float32,
+    "old_logprobs": torch.float32,
+    "reference_logprobs": torch.float32,
+}
+"""Fields of a sample that are tensors in a checkpoint."""
 
 
 @dataclass
-class Begun:
-    """A rollout whose first prompts are chosen."""
+class Rollout:
+    """The samples of one rollout."""
 
     step: int
-    version: int
-    seen: Counter[int]
-    """Number of samples of each prompt so far."""
-    asked: Asked
+    """The first step that uses it."""
+    samples: list[Sample] = field(default_factory=list)
+    """Group after group; those that are used and those that are left out."""
+    refilled: int = 0
+    """Prompts answered in place of others."""
+    equal: int = 0
+    """Groups whose rewards were all equal."""
+
+    def minibatches(self, updates: int, size: int) -> list[list[Sample]]:
+        """Return the samples of each step: whole groups of ``size``, in their order, as evenly as can be."""
+        used = [sample for sample in self.samples if sample.used]
+        groups = len(used) // size
+        cuts = [number * groups // updates * size for number in range(updates + 1)]
+        return [used[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+    def packed(self) -> dict[str, Any]:
+        """Return JSON values and tensors: the lists of all samples as one, with their lengths."""
+        rows = [dict(vars(sample)) for sample in self.samples]
+        lists = {}
+        for key, dtype in _LISTS.items():
+            values = [row.pop(key) or [] for row in rows]
+            lists[key] = torch.tensor([value for row in values for value in row], dtype=dtype)
+            lists[f"{key}_lengths"] = torch.tensor([len(row) for row in values], dtype=torch.int64)
+        return {"step": self.step, "refilled": self.refilled, "equal": self.equal, "rows": rows, "lists": lists}
+
+    @classmethod
+    def unpacked(cls, state: Mapping[str, Any]) -> Rollout:
+        """Return the rollout that ``packed`` made this of."""
+        samples = [Sample(**row, asked=[]) for row in state["rows"]]
+        for key in _LISTS:
+            parts = state["lists"][key].split(state["lists"][f"{key}_lengths"].tolist())
+            for sample, part in zip(samples, parts, strict=True):
+                setattr(sample, key, part.tolist() or getattr(sample, key))
+        return cls(state["step"], samples, state["refilled"], state["equal"])
 
 
 class Rollouts:
@@ -110,10 +152,13 @@ class Rollouts:
         self.loss.never = encoder.never
         self._pad = pad_token(tokenizer)
         engine = choose_engine(self.rollout, model, encoder, folder)
-        self.sampler = Sampler(engine, _rewards(reward), encoder, tokens=self.rollout.tokens)
+        if isinstance(reward, Mapping):
+            reward = Rewards(RewardSection(**reward))
+        rewards = reward if isinstance(reward, Rewards) else CalledReward(reward)
+        self.sampler = Sampler(engine, rewards, encoder, self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
         self._prompts, self._accumulate, self._microbatch = prompts, accumulate, microbatch
-        self._is_padding_probed = False
+        self._is_padding_probed = False  # it runs forwards, and so collectives: not here, but before the first step
         self.deals_in_turn = microbatch is not None
         """True if microbatch number n of a step, over all ranks, is that of rank n modulo ranks."""
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
@@ -127,9 +172,11 @@ class Rollouts:
         self.measures: dict[str, float] = {}
         """Measures of the current step."""
         self._ahead: Rollout | None = None
-        self._begun: Begun | None = None
-        self._left: list[list[Scored]] = []
-        self.minibatch: list[Scored] = []
+        self._begun: Asked | None = None
+        """The first prompts of a rollout whose answers are under way."""
+        self._left: list[list[Sample]] = []
+        """Samples of the steps to come, of the current rollout."""
+        self.minibatch: list[Sample] = []
         """Samples of the current step."""
         self._batches: list[Batch] = []
 
@@ -142,7 +189,7 @@ class Rollouts:
         return self._batches.pop(0)
 
     def _begin_step(self) -> None:
-        if not self._is_padding_probed:  # here and not in the constructor: it runs forwards, and so collectives
+        if not self._is_padding_probed:
             self._is_padding_probed = True
             has_images = self.sampler.encoder.has_images
             self.loss.reads_mask = has_images or padding_is_seen(self.model, self._pad, self.device)
@@ -154,13 +201,12 @@ class Rollouts:
             self._ahead = None
             if self.rollout.ahead:
                 self._begun = self._begin(self.step + self.rl.updates, background=self.sampler.in_background)
-                if self._begun.asked.started is None:
+                if self._begun.started is None:
                     self.settle()
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
             self.measures |= self._measured(self.current)
         self.minibatch = self._left.pop(0)
-        places = self._dealt(self.minibatch)[rank_and_ranks()[0]]
-        self._batches = [self._batch(self.minibatch, place) for place in places]
+        self._batches = [self._batch(self.minibatch, places) for places in self._dealt(self.minibatch)]
 
     # One rollout
 
@@ -170,134 +216,127 @@ class Rollouts:
             begun, self._begun = self._begun, None
             self._ahead = self._complete(begun)
 
-    def _begin(self, step: int, *, background: bool = False) -> Begun:
+    def _begin(self, step: int, *, background: bool = False) -> Asked:
         """Choose the prompts of a rollout; with ``background``, let the engine begin."""
         version = self.step - 1
         self.sampler.update(version)
-        seen: Counter[int] = Counter()
-        asked = self._asked(self._groups, seen)
-        return Begun(step, version, seen, self.sampler.ask(asked, step, version, self.sampling, background=background))
+        return self._ask(self._groups, [], step, version, background=background)
 
-    def _complete(self, begun: Begun) -> Rollout:
+    def _ask(
+        self, groups: int, earlier: Sequence[Sample], step: int, version: int, *, background: bool = False
+    ) -> Asked:
+        """Ask the next prompts, each once a sample; one that comes again in a rollout gets further samples."""
+        seen, prompts = Counter(sample.prompt for sample in earlier), []
+        for number in self._order.indices(self.consumed, groups).tolist():
+            prompt = self.sampler.encoder.of(self._prompts, number)
+            prompts += [(prompt, seen[number] + sample) for sample in range(self.rl.samples)]
+            seen[number] += self.rl.samples
+        self.consumed += groups
+        return self.sampler.ask(prompts, step, version, self.sampling, background=background)
+
+    def _complete(self, asked: Asked) -> Rollout:
         """Answer the prompts, replace groups of equal rewards, and compute what the loss needs."""
-        rollout, kept, missing = Rollout(begun.step, []), 0, self._groups
-        for number in range(1 + (self.rl.refill if self.rl.skip_equal else 0)):
+        count, skips = self.rl.samples, self.rl.skip_equal
+        step, version = asked.samples[0].step, asked.samples[0].weights_version
+        rollout, kept = Rollout(step), 0
+        for number in range(1 + (self.rl.refill if skips else 0)):
             if number:
-                asked = self._asked(missing, begun.seen)
+                missing = self._groups - kept
+                asked = self._ask(missing, rollout.samples, step, version)
                 rollout.refilled += missing
-                begun.asked = self.sampler.ask(asked, begun.step, begun.version, self.sampling)
-            groups = self._answered(begun.asked)
-            rewards = np.array([[each.sample.reward for each in group] for group in groups])
-            equal = advantages.is_equal(rewards) if self.rl.samples > 1 else np.zeros(len(groups), dtype=np.bool_)
+            samples = self._answer(asked)
+            rewards = np.array([sample.reward for sample in samples]).reshape(-1, count)
+            equal = is_equal(rewards) if count > 1 else np.zeros(len(rewards), dtype=np.bool_)
             rollout.equal += int(equal.sum())
-            for group, same in zip(groups, equal.tolist(), strict=True):
-                for each in group:
-                    each.used = not (same and self.rl.skip_equal)
-                kept += group[0].used
-                rollout.scored += group
-            missing = self._groups - kept
-            if not missing:
+            for sample, same in zip(samples, equal.repeat(count).tolist(), strict=True):
+                sample.used = not (same and skips)
+            rollout.samples += samples
+            kept = sum(sample.used for sample in rollout.samples) // count
+            if kept == self._groups:
                 break
-        self._keep_enough(rollout, kept)
+        for group in _groups(rollout.samples, count):  # equal ones, where a step would have no group else
+            if kept < self.rl.updates and not group[0].used:
+                kept += 1
+                for sample in group:
+                    sample.used = True
         self._score(rollout)
         self._weigh(rollout)
         return rollout
 
-    def _asked(self, groups: int, seen: Counter[int]) -> list[tuple[Prompt, int]]:
-        """Return the next prompts, each once a sample; one that comes again in a rollout gets further samples."""
-        asked = []
-        for number in self._order.indices(self.consumed, groups).tolist():
-            first = seen[number]
-            seen[number] += self.rl.samples
-            prompt = self.sampler.encoder.of(self._prompts, number)
-            asked += [(prompt, first + sample) for sample in range(self.rl.samples)]
-        self.consumed += groups
-        return asked
-
-    def _answered(self, asked: Asked) -> list[list[Scored]]:
-        """Return a group for each prompt."""
-        count, samples = self.rl.samples, self.sampler.answer(asked)
+    def _answer(self, asked: Asked) -> list[Sample]:
+        samples = self.sampler.answer(asked)
         if isinstance(self.rl.overlong, dict):
-            lengths = np.array([len(each.tokens) for each in samples])
-            falls = advantages.too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
+            lengths = np.array([len(sample.tokens) for sample in samples])
+            falls = too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
             for sample, fall in zip(samples, falls.tolist(), strict=True):
                 sample.reward, sample.parts = sample.reward + fall, {**sample.parts, "overlong": fall}
-        scored = [Scored(sample) for sample in samples]
-        return [scored[at : at + count] for at in range(0, len(scored), count)]
-
-    def _keep_enough(self, rollout: Rollout, kept: int) -> None:
-        """Use equal groups, whose advantages are 0, where a step would have no group else."""
-        for at in range(0, len(rollout.scored), self.rl.samples):
-            if kept >= self.rl.updates:
-                break
-            group = rollout.scored[at : at + self.rl.samples]
-            kept += not group[0].used
-            for each in group:
-                each.used = True
+        return samples
 
     def _score(self, rollout: Rollout) -> None:
         """Compute the log-probabilities that the loss compares with, in the microbatches of the steps to come."""
         began = time.perf_counter()
         in_reward = self.rl.kl > 0 and self.rl.kl_place == "reward"
         is_late = rollout.step > self.step and not self.sampler.in_background
-        needs_old = self.rl.updates > 1 or is_late or in_reward
         for minibatch in rollout.minibatches(self.rl.updates, self.rl.samples):
-            parts = self._dealt(minibatch)
-            if needs_old:
-                for each, logs in zip(minibatch, self._logs(self.model, minibatch, parts), strict=True):
-                    each.old = logs
+            if self.rl.updates > 1 or is_late or in_reward:
+                for place, logprobs in self._logprobs(self.model, minibatch).items():
+                    minibatch[place].old_logprobs = logprobs
             if self.rl.kl > 0:
                 with without_adapter(self.model) if self.reference is None else contextlib.nullcontext():
-                    found = self._logs(self.reference or self.model, minibatch, parts)
-                for each, logs in zip(minibatch, found, strict=True):
-                    each.reference = logs
+                    reference = self._logprobs(self.reference or self.model, minibatch)
+                for place, logprobs in reference.items():
+                    minibatch[place].reference_logprobs = logprobs
         self.sampler.seconds["score"] += time.perf_counter() - began
 
     @torch.no_grad()
-    def _logs(self, model: nn.Module, minibatch: list[Scored], parts: list[list[list[int]]]) -> list[Logs]:
-        """Return the log-probabilities of all samples of a minibatch, each computed on the rank that trains on it."""
-        rank = rank_and_ranks()[0]
+    def _logprobs(self, model: nn.Module, minibatch: list[Sample]) -> dict[int, list[float]]:
+        """Return the log-probabilities of the samples of a minibatch, each computed on the rank that trains on it."""
+        batches = (batch_to(self._batch(minibatch, places), self.device) for places in self._dealt(minibatch))
+        return self._of_samples(minibatch, (self.loss.logprobs(model, batch)[0] for batch in batches))
 
-        def compute() -> dict[int, Logs]:
-            result: dict[int, Logs] = {}
-            for places in parts[rank]:
-                batch = self._batch(minibatch, places)
-                logs, _ = self.loss.logprobs(model, batch_to(batch, self.device))
-                result |= dict(zip(places, of_samples(logs, [minibatch[i].sample for i in places]), strict=False))
+    def _of_samples(self, minibatch: list[Sample], tables: Iterable[torch.Tensor]) -> dict[int, list[float]]:
+        """Return the values at each sample's tokens, by its place in a minibatch. Collective.
+
+        ``tables``: [rows, length], of each microbatch of this rank.
+        """
+
+        def compute() -> dict[int, list[float]]:
+            result = {}
+            for places, table in zip(self._dealt(minibatch), tables, strict=False):
+                values = table.float().cpu()
+                for row, place in enumerate(places):
+                    begin, end = _span(minibatch[place])
+                    result[place] = values[row, begin:end].tolist()
             return result
 
-        every = {place: logs for part in on_every_rank(compute) for place, logs in part.items()}
-        return [every[place] for place in range(len(minibatch))]
+        return {place: values for part in on_every_rank(compute) for place, values in part.items()}
 
     def _weigh(self, rollout: Rollout) -> None:
         """Turn rewards into advantages."""
-        used = [each for each in rollout.scored if each.used]
-        rewards = np.array([each.sample.reward for each in used])
+        used = [sample for sample in rollout.samples if sample.used]
+        rewards = np.array([sample.reward for sample in used])
         if self.rl.kl > 0 and self.rl.kl_place == "reward":
-            for number, each in enumerate(used):
-                assert each.old is not None
-                assert each.reference is not None
-                own = torch.tensor(each.sample.own)
-                difference = torch.from_numpy(each.old - each.reference).double()[own]
+            for number, sample in enumerate(used):
+                old, reference = (_floats(values) for values in (sample.old_logprobs, sample.reference_logprobs))
+                difference = (old - reference).double()[torch.tensor(sample.own)]
                 divergence = float(estimates(difference, self.rl.kl_estimator).sum())
-                each.sample.parts["kl"] = divergence
+                sample.parts["kl"] = divergence
                 rewards[number] -= self.rl.kl * divergence
         shape = (-1, self.rl.samples)
-        lengths = np.array([sum(each.sample.own) for each in used]).reshape(shape)
+        lengths = np.array([sum(sample.own) for sample in used]).reshape(shape)
         baselines = self._baselines(used, rollout) if self.rl.advantage == "greedy" else None
-        found = advantages.advantages(self.rl.advantage, rewards.reshape(shape), lengths, baselines)
-        for each, advantage in zip(used, found.ravel().tolist(), strict=True):
-            each.advantage = advantage
+        values = advantages(self.rl.advantage, rewards.reshape(shape), lengths, baselines)
+        for sample, advantage in zip(used, values.ravel().tolist(), strict=True):
+            sample.advantage = advantage
 
-    def _baselines(self, used: list[Scored], rollout: Rollout) -> npt.NDArray[np.float64]:
+    def _baselines(self, used: list[Sample], rollout: Rollout) -> npt.NDArray[np.float64]:
         """Return the reward of the likeliest answer to the prompt of each group."""
-        firsts = [each.sample for each in used[:: self.rl.samples]]
-        prompts = {first.prompt: self.sampler.encoder.of(self._prompts, first.prompt) for first in firsts}
+        numbers = [sample.prompt for sample in used[:: self.rl.samples]]
+        prompts = [(self.sampler.encoder.of(self._prompts, number), 0) for number in dict.fromkeys(numbers)]
         greedy = replace(self.sampling, temperature=0.0)
-        asked = [(prompt, 0) for prompt in prompts.values()]
-        found = self.sampler.answer(self.sampler.ask(asked, rollout.step, firsts[0].weights_version, greedy))
-        rewards = {sample.prompt: sample.reward for sample in found}
-        return np.array([rewards[first.prompt] for first in firsts])
+        asked = self.sampler.ask(prompts, rollout.step, used[0].weights_version, greedy)
+        rewards = {sample.prompt: sample.reward for sample in self.sampler.answer(asked)}
+        return np.array([rewards[number] for number in numbers])
 
     # Microbatches
 
@@ -306,34 +345,60 @@ class Rollouts:
         """The device on which the model computes."""
         return device_of(sharded(self.model).mesh)
 
-    def _dealt(self, minibatch: list[Scored]) -> list[list[list[int]]]:
-        """Return the positions of a step's samples by [rank][microbatch]."""
-        ranks = rank_and_ranks()[1]
-        return dealt([each.sample for each in minibatch], ranks, self._accumulate, self._microbatch)
+    def _dealt(self, minibatch: list[Sample]) -> list[list[int]]:
+        """Return the places of a step's samples in this rank's microbatches: by length, and then dealt in turn.
 
-    def _batch(self, minibatch: list[Scored], places: list[int]) -> Batch:
-        chosen = [minibatch[place] for place in places] or minibatch[:1]
-        samples = [each.sample for each in chosen]
-        counted = [bool(places) and (sample.finished or self.rl.overlong != "mask") for sample in samples]
-        more: dict[str, list[Logs | None]] = {
-            "engine_logprobs": [np.array(sample.logprobs, dtype=np.float32) for sample in samples]
+        With a fixed size whole microbatches are dealt, number n of all to rank n modulo ranks; else samples. Some may
+        be empty.
+        """
+        rank, ranks = rank_and_ranks()
+        order = sorted(range(len(minibatch)), key=lambda i: (-len(minibatch[i].asked) - len(minibatch[i].tokens), i))
+        if (size := self._microbatch) is not None:
+            return [
+                order[number * size : (number + 1) * size] for number in range(rank, ranks * self._accumulate, ranks)
+            ]
+        size = -(-len(order) // self._accumulate)
+        return [order[number * size : (number + 1) * size][rank::ranks] for number in range(self._accumulate)]
+
+    def _batch(self, minibatch: list[Sample], places: list[int]) -> Batch:
+        """Return a batch of ``PolicyLoss``, a row a sample: prompt, then answer, padded at the end.
+
+        The target at a position is the next token, if the model gave it. Without a sample it gets one of another,
+        without targets, so that all ranks take part in each pass.
+        """
+        samples = [minibatch[place] for place in places] or minibatch[:1]
+        rows, length = len(samples), max(_span(sample)[1] for sample in samples)
+        batch: Batch = {
+            "input_ids": torch.full((rows, length), self._pad, dtype=torch.int64),
+            "attention_mask": torch.zeros(rows, length, dtype=torch.int64),
+            "targets": torch.full((rows, length), IGNORED, dtype=torch.int64),
+            "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
         }
-        if minibatch[0].old is not None:
-            more["old_logprobs"] = [each.old for each in chosen]
-        if minibatch[0].reference is not None:
-            more["reference_logprobs"] = [each.reference for each in chosen]
-        batch = microbatch(samples, [each.advantage for each in chosen], self._pad, counted=counted, more=more)
+        logprobs = {"engine_logprobs": "logprobs"}
+        logprobs |= {
+            key: key for key in ("old_logprobs", "reference_logprobs") if getattr(minibatch[0], key) is not None
+        }
+        batch |= {key: torch.zeros(rows, length, dtype=torch.float32) for key in logprobs}
+        for row, sample in enumerate(samples):
+            begin, end = _span(sample)
+            batch["input_ids"][row, :end] = torch.tensor([*sample.asked, *sample.tokens][:-1])
+            batch["attention_mask"][row, :end] = 1
+            if places and (sample.finished or self.rl.overlong != "mask"):
+                targets = torch.tensor(sample.tokens, dtype=torch.int64)
+                batch["targets"][row, begin:end] = targets.where(torch.tensor(sample.own, dtype=torch.bool), IGNORED)
+            for key, name in logprobs.items():
+                batch[key][row, begin:end] = _floats(getattr(sample, name))
         if self.sampler.encoder.has_images:
-            talks = [self._prompts[sample.prompt]["prompt"] for sample in samples]
-            batch |= self.sampler.encoder.images(talks, batch["input_ids"].shape[1], "right")
+            conversations = [self._prompts[sample.prompt]["prompt"] for sample in samples]
+            batch |= self.sampler.encoder.images(conversations, length, "right")
         return batch
 
     # What is measured, and kept
 
     def _measured(self, rollout: Rollout) -> dict[str, float]:
-        samples = [each.sample for each in rollout.scored]
+        samples = rollout.samples
         rewards, lengths = [sample.reward for sample in samples], [len(sample.tokens) for sample in samples]
-        found: dict[str, float] = {
+        result: dict[str, float] = {
             "reward": float(np.mean(rewards)),
             "reward_std": float(np.std(rewards)),
             "samples_equal": rollout.equal,
@@ -346,22 +411,14 @@ class Rollouts:
             "age": self.step - 1 - samples[0].weights_version,
             "slow_rewards": self.sampler.slow,
         }
-        parts = {key for sample in samples for key in sample.parts}
-        for key in sorted(parts):
-            found[f"reward_{key}"] = float(np.mean([sample.parts[key] for sample in samples if key in sample.parts]))
+        for key in sorted({key for sample in samples for key in sample.parts}):
+            result[f"reward_{key}"] = float(np.mean([sample.parts[key] for sample in samples if key in sample.parts]))
         seconds = self.sampler.take_seconds()
-        return found | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
+        return result | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
 
-    def trained(self, kept: Sequence[torch.Tensor]) -> dict[int, Logs]:
-        """Return the trainer's log-probabilities of the last step's samples, by place in its minibatch.
-
-        ``kept``: of each microbatch of this rank, [rows, length].
-        """
-        places = self._dealt(self.minibatch)[rank_and_ranks()[0]]
-        found: dict[int, Logs] = {}
-        for own, values in zip(places, kept, strict=False):
-            found |= dict(zip(own, of_samples(values, [self.minibatch[i].sample for i in own]), strict=False))
-        return {place: logs for part in on_every_rank(lambda: found) for place, logs in part.items()}
+    def trained(self) -> dict[int, list[float]]:
+        """Return the trainer's log-probabilities of the last step's samples, by place in its minibatch."""
+        return self._of_samples(self.minibatch, self.loss.kept)
 
     def close(self) -> None:
         """End the processes of rewards, and free what the engine holds."""
@@ -370,32 +427,38 @@ class Rollouts:
 
     def describe_last(self, microbatches: int) -> str:
         """Describe the samples of the last step."""
-        wanted = dict.fromkeys(each.sample.prompt for each in self.minibatch)
-        return f"{len(self.minibatch)} samples of the prompts {', '.join(map(str, wanted))}"
+        prompts = dict.fromkeys(sample.prompt for sample in self.minibatch)
+        return f"{len(self.minibatch)} samples of the prompts {', '.join(map(str, prompts))}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the prompts, and the samples that are not used yet."""
         self.settle()
-        rollouts = {"ahead": self._ahead}
-        if self._left and self.current is not None:
-            rollouts["current"] = self.current
-        kept = {key: packed(rollout) for key, rollout in rollouts.items() if rollout is not None}
+        rollouts = {"ahead": self._ahead, "current": self.current if self._left else None}
+        kept = {key: rollout.packed() for key, rollout in rollouts.items() if rollout is not None}
         return {"step": self.step, "consumed": self.consumed, "left": len(self._left), "rollouts": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what ``state_dict`` returned, at any number of ranks."""
         self.step, self.consumed, self._batches = int(state["step"]), int(state["consumed"]), []
-        found = {key: unpacked(rollout) for key, rollout in state["rollouts"].items()}
-        self._ahead, self.current = found.get("ahead"), found.get("current")
+        rollouts = {key: Rollout.unpacked(rollout) for key, rollout in state["rollouts"].items()}
+        self._ahead, self.current = rollouts.get("ahead"), rollouts.get("current")
         self._left = []
         if self.current is not None:
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)[-int(state["left"]) :]
 
 
-def _rewards(reward: Callable[..., Any] | Mapping[str, Any] | Rewards) -> Rewards | CalledReward:
-    if isinstance(reward, Rewards):
-        return reward
-    return Rewards(RewardSection(**reward)) if isinstance(reward, Mapping) else CalledReward(reward)
+def _groups(samples: list[Sample], size: int) -> list[list[Sample]]:
+    return [samples[at : at + size] for at in range(0, len(samples), size)]
+
+
+def _span(sample: Sample) -> tuple[int, int]:
+    """Return the (begin, end) of the positions in a row of a batch whose targets are the sample's tokens."""
+    begin = len(sample.asked) - 1
+    return begin, begin + len(sample.tokens)
+
+
+def _floats(values: Sequence[float] | None) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,63 +20,11 @@ from trueshard.train.metrics.answers import SamplesWriter, line
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
-from trueshard.train.rl.policy import PolicyLoss, policy_loss
+from trueshard.train.rl.policy import policy_loss
 from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
 from trueshard.train.trainer import Callback, Trainer
-
-Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a run that the trainer needs."""
-
-    rollouts: Rollouts
-    loss: PolicyLoss
-    evaluation: Evaluation | None
-
-
-def parts_of(config: Config, settings: Any, model: nn.Module, data: Prepared) -> Parts:
-    """Return the parts of a run, for a sharded model with its values. Collective; raises `UserError`."""
-    assert config.rl is not None
-    assert config.reward is not None
-    rl, rollout, train = config.rl, config.rollout, config.train
-    processor = load_processor(config.tokenizer, config.model) if config.images else None
-    if processor is not None:
-        set_chat_template(config.tokenizer, processor.tokenizer, processor)
-    loss = policy_loss(rl, rollout, config.train.whole_logits)
-    other = reference(config, settings, model) if rl.kl > 0 else None
-    assert isinstance(data.train, Mixture)
-    rollouts = Rollouts(
-        model,
-        data.tokenizer,
-        data.train,
-        Rewards(config.reward),
-        loss=loss,
-        batch_size=train.batch_size,
-        rl=rl,
-        rollout=rollout,
-        accumulate=train.accumulation(rank_and_ranks()[1]),
-        microbatch=train.microbatch,
-        seed=train.seed,
-        reference=other,
-        processor=processor,
-        folder=config.run.folder,
-    )
-    evaluation = None
-    if config.evaluation is not None:
-        assert isinstance(data.evaluation, Mixture)
-        evaluation = Evaluation(rollouts, data.evaluation, config.evaluation)
-    return Parts(rollouts, loss, evaluation)
-
-
-def with_samples(parts: Parts, config: Config, reporters: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks of a run and those that measure and write its samples, in their order."""
-    tracking = next((reporter for reporter in reporters if isinstance(reporter, Tracking)), None)
-    writer = SamplesWriter(config.run.folder, tracking, every=config.log.samples_every)
-    return [Reinforcement(parts, writer), *reporters, writer]
 
 
 def check_parts(config: Config, data: Prepared) -> None:
@@ -93,9 +41,42 @@ def check_parts(config: Config, data: Prepared) -> None:
         if config.images and rewards.turns:
             name = config.reward.functions[0]
             raise UserError(f"reward.function: {name} is an episode, which is of text; remove data.images")
-        rewards.check([(each["record"], each["where"]) for each in first])
+        rewards.check([(prompt["record"], prompt["where"]) for prompt in first])
     finally:
         rewards.close()
+
+
+def build_rollouts(
+    config: Config, settings: Any, model: nn.Module, data: Prepared
+) -> tuple[Rollouts, Evaluation | None]:
+    """Return the loader of a run and its evaluation, for a sharded model. Collective; raises `UserError`."""
+    assert config.rl is not None
+    assert config.reward is not None
+    assert isinstance(data.train, Mixture)
+    rl, train = config.rl, config.train
+    processor = load_processor(config.tokenizer, config.model) if config.images else None
+    if processor is not None:
+        set_chat_template(config.tokenizer, processor.tokenizer, processor)
+    rollouts = Rollouts(
+        model,
+        data.tokenizer,
+        data.train,
+        Rewards(config.reward),
+        loss=policy_loss(rl, config.rollout, train.whole_logits),
+        batch_size=train.batch_size,
+        rl=rl,
+        rollout=config.rollout,
+        accumulate=train.accumulation(rank_and_ranks()[1]),
+        microbatch=train.microbatch,
+        seed=train.seed,
+        reference=reference(config, settings, model) if rl.kl > 0 else None,
+        processor=processor,
+        folder=config.run.folder,
+    )
+    if config.evaluation is None:
+        return rollouts, None
+    assert isinstance(data.evaluation, Mixture)
+    return rollouts, Evaluation(rollouts, data.evaluation, config.evaluation)
 
 
 class Evaluation:
@@ -116,8 +97,8 @@ class Evaluation:
         sampler.update(version)
         count = min(len(self._prompts), section.samples or len(self._prompts))
         prompts = [sampler.encoder.of(self._prompts, number) for number in range(count)]
-        asked = [(prompt, number) for prompt in prompts for number in range(section.answers)]
-        samples = sampler.answer(sampler.ask(asked, 0, version, self._sampling))
+        prompts_of_samples = [(prompt, number) for prompt in prompts for number in range(section.answers)]
+        samples = sampler.answer(sampler.ask(prompts_of_samples, 0, version, self._sampling))
         record = {"reward": _mean([sample.reward for sample in samples]), "count": float(len(samples))}
         for key in sorted({key for sample in samples for key in sample.parts}):
             record[f"reward_{key}"] = _mean([sample.parts.get(key, 0.0) for sample in samples])
@@ -129,35 +110,43 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def with_samples(rollouts: Rollouts, config: Config, reporters: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks of a run and those that measure and write its samples, in their order."""
+    tracking = next((reporter for reporter in reporters if isinstance(reporter, Tracking)), None)
+    writer = SamplesWriter(config.run.folder, tracking, every=config.log.samples_every)
+    return [Reinforcement(rollouts, writer), *reporters, writer]
+
+
 class Reinforcement(Callback):
     """Adds what rollouts and loss measure to the record of each step, and writes the samples.
 
     To be given before the callbacks that write the record.
     """
 
-    def __init__(self, parts: Parts, writer: SamplesWriter) -> None:
-        self._rollouts, self._loss, self._writer = parts.rollouts, parts.loss, writer
+    def __init__(self, rollouts: Rollouts, writer: SamplesWriter) -> None:
+        self._rollouts, self._writer = rollouts, writer
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        rollouts = self._rollouts
         # The first step of a rollout, if anybody wants its answers: the same on every rank.
-        is_written = "reward" in self._rollouts.measures and self._writer.wants(record["step"])
-        trained = self._rollouts.trained(self._loss.kept) if is_written else {}
-        record |= self._rollouts.measures | self._loss.measures()
+        is_written = "reward" in rollouts.measures and self._writer.wants(record["step"])
+        trained = rollouts.trained() if is_written else {}
+        record |= rollouts.measures | rollouts.loss.measures()
         # The loader's time is that of the rollout, not of waiting for data.
         record["seconds_update"] = record["seconds"] - record["data_wait"]
         record["data_wait"] = 0.0
         if is_written and trainer.rank == 0:
-            self._writer.write(lines(self._rollouts, trained))
+            self._writer.write(lines(rollouts, trained))
 
     def on_end(self, trainer: Trainer) -> None:
         self._rollouts.close()
 
 
-def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
+def lines(rollouts: Rollouts, trained: Mapping[int, list[float]]) -> list[dict[str, Any]]:
     """Return the lines of `samples.jsonl` of the present rollout; ``trained``: see ``Rollouts.trained``."""
     assert rollouts.current is not None
     tokenizer = rollouts.sampler.encoder.tokenizer
-    of_last = {id(each): trained[place] for place, each in enumerate(rollouts.minibatch) if place in trained}
+    of_last = {id(sample): trained[place] for place, sample in enumerate(rollouts.minibatch) if place in trained}
 
     @functools.cache
     def piece(before: int | None, token: int) -> str:
@@ -168,14 +157,10 @@ def lines(rollouts: Rollouts, trained: Mapping[int, Any]) -> list[Line]:
         both, first = tokenizer.decode([before, token]), tokenizer.decode([before])
         return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
 
-    asked = functools.cache(lambda *tokens: tokenizer.decode(list(tokens)))
+    prompt_text = functools.cache(lambda *tokens: tokenizer.decode(list(tokens)))
     result = []
-    for each in rollouts.current.scored:
-        sample, logs = each.sample, each.old if each.old is not None else of_last.get(id(each))
-        more: dict[str, Any] = {
-            "advantage": each.advantage,
-            "trained_logprobs": None if logs is None else logs.tolist(),
-        }
+    for sample in rollouts.current.samples:
         pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
-        result.append(line(sample, asked(*sample.asked), pieces, used=each.used, **more))
+        trained_logprobs = sample.old_logprobs or of_last.get(id(sample))
+        result.append(line(sample, prompt_text(*sample.asked), pieces, trained_logprobs))
     return result

@@ -1,26 +1,132 @@
-"""Answers of the model to prompts, and their rewards."""
+"""Prompts as tokens, answers of the model to them, and the rewards of these."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from trueshard.errors import UserError
 from trueshard.text import logger
-from trueshard.train.rl.batch import PromptEncoder
-from trueshard.train.rl.ranks import divided, rank_and_ranks
+from trueshard.train.data import chat, vision
+from trueshard.train.data.batches import Batch, Samples
+from trueshard.train.rl.ranks import divided, on_first_rank, rank_and_ranks
+from trueshard.train.rl.reward import CalledReward, Reward, Rewards
 from trueshard.train.rl.samples import Answer, Engine, Prompt, Request, Sample, Sampling
+
+Prompts = Sequence[Mapping[str, Any]] | Samples
+"""Records with a ``prompt``, a string or messages; or what a run has prepared of them."""
+Messages = list[dict[str, Any]]
+
+
+class PromptEncoder:
+    """Makes tokens of prompts and, for models of images and text, the inputs that images are."""
+
+    def __init__(self, tokenizer: Any, processor: Any = None) -> None:
+        self.tokenizer, self._processor = tokenizer, processor
+        self.template = chat.ChatTemplate(tokenizer, True) if tokenizer.chat_template else None
+
+    @property
+    def has_images(self) -> bool:
+        """True for a model of images and text."""
+        return self._processor is not None
+
+    @property
+    def never(self) -> list[int]:
+        """Tokens that stand for images, and are no part of an answer."""
+        tokens = [getattr(self._processor, f"{kind}_token_id", None) for kind in ("image", "video")]
+        return [token for token in tokens if isinstance(token, int)]
+
+    def of(self, prompts: Prompts, number: int) -> Prompt:
+        """Return a prompt: its ``prompt`` is a string, or messages with images in place."""
+        fields = prompts[number]
+        prompt, where = fields["prompt"], str(fields.get("where", f"prompt {number}"))
+        record = {**fields.get("record", fields), "prompt": prompt}
+        if isinstance(prompt, str):
+            return Prompt(number, self._ids(prompt) or [self.tokenizer.eos_token_id], record, where)
+        text = self._template(where).prompt(prompt, where, record.get("tools"))
+        ids = self._process([text], [prompt], "left")["input_ids"][0].tolist() if self.has_images else self._ids(text)
+        return Prompt(number, ids, record, where, prompt)
+
+    def plain(self, messages: Messages) -> list[int]:
+        """Return the tokens of messages in a conversation that began with plain text: their contents as they are."""
+        text = "".join(str(message["content"]) for message in messages)
+        return self._ids(text) if text else []
+
+    def opening(self, conversation: Messages, prompt: Prompt) -> list[int]:
+        """Return the tokens of a conversation up to the model's first answer."""
+        return self._ids(self._template(prompt.where).prompt(conversation, prompt.where, prompt.record.get("tools")))
+
+    def reply(self, conversation: Messages, answer: str, last: int, new: Messages, where: str) -> list[int]:
+        """Return the tokens after an answer in a conversation: its end, ``new`` messages, the beginning of the next.
+
+        ``conversation``: the messages before the answer; ``last``: its last token. Raises `UserError` for a chat
+        template that writes earlier messages otherwise once more follow.
+        """
+        template = self._template(where)
+        before = template.prompt(conversation, where)
+        after = template.prompt([*conversation, {"role": "assistant", "content": answer}, *new], where)
+        rest = after.removeprefix(before)
+        if len(rest) == len(after) or (not rest.startswith(answer.strip()) and not rest.startswith(answer)):
+            raise UserError(
+                f"{where}: the chat template writes earlier messages otherwise once more follow, so the tokens that "
+                "the model gave would change; set tokenizer.chat_template to one that only adds"
+            )
+        rest = rest.removeprefix(answer if rest.startswith(answer) else answer.strip())
+        return self._ids(rest.removeprefix(self.tokenizer.decode([last])))
+
+    def images(self, conversations: Sequence[Messages], width: int, side: str = "left") -> Batch:
+        """Return the model's inputs besides ``input_ids`` and ``attention_mask``, for prompts of these conversations.
+
+        Those of a token a place are [rows, width], padded with 0 on ``side``.
+        """
+        template = self._template("a prompt")
+        texts = [template.prompt(conversation, "a prompt") for conversation in conversations]
+        inputs = self._process(texts, conversations, side)
+        shape, result = inputs["input_ids"].shape, {}
+        for key, value in inputs.items():
+            if key in ("input_ids", "attention_mask") or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape[:2] == shape:
+                room = (width - shape[1], 0) if side == "left" else (0, width - shape[1])
+                value = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + room)
+            result[key] = value
+        return result
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _template(self, where: str) -> chat.ChatTemplate:
+        if self.template is None:
+            raise UserError(f"{where}: its prompt is messages, and the tokenizer has no chat template; set one")
+        return self.template
+
+    def _process(self, texts: list[str], conversations: Sequence[Messages], side: str) -> Any:
+        images = [
+            [
+                vision.read_image(part["image"], "a prompt")
+                for message in conversation
+                for part in message["content"]
+                if isinstance(part, dict) and part["type"] == "image"
+            ]
+            for conversation in conversations
+        ]
+        return self._processor(
+            text=texts, images=images, padding=True, padding_side=side, add_special_tokens=False, return_tensors="pt"
+        )
 
 
 @dataclass
 class Asked:
-    """Prompts to answer, as samples without tokens and as requests."""
+    """Prompts to answer, as samples without tokens."""
 
     samples: list[Sample]
     prompts: list[Prompt]
-    requests: list[Request]
     sampling: Sampling
     started: Any = None
     """The engine's handle, if it has begun."""
@@ -29,56 +135,36 @@ class Asked:
 class Sampler:
     """Samples answers with an engine, and rewards them. Collective: the same arguments and results on every rank."""
 
-    def __init__(self, engine: Engine, rewards: Any, encoder: PromptEncoder, *, tokens: int) -> None:
-        self.engine, self.rewards, self.encoder, self.tokens = engine, rewards, encoder, tokens
+    def __init__(self, engine: Engine, rewards: Rewards | CalledReward, encoder: PromptEncoder, tokens: int) -> None:
+        self.engine, self.encoder, self.tokens = engine, encoder, tokens
+        self.rewards: Any = rewards
         self.seconds: dict[str, float] = defaultdict(float)
         """Seconds of "sync", "generate" and "reward" since the last ``take_seconds``."""
-        self._version = -1
         self.slow = 0
         """Samples whose reward took too long, since the last ``take_seconds``."""
-
-    def update(self, version: int) -> None:
-        """Give the engine the weights of the model after ``version`` steps, unless it has them."""
-        if version == self._version:
-            return
-        began = time.perf_counter()
-        self.engine.update(version)
-        self._version = version
-        self.seconds["sync"] += time.perf_counter() - began
-
-    def take_seconds(self) -> dict[str, float]:
-        """Return ``seconds``, and begin anew."""
-        result, self.seconds, self.slow = self.seconds, defaultdict(float), 0
-        return result
-
-    def answer(self, asked: Asked) -> list[Sample]:
-        """Return an answer to each, with its reward; after ``ask``."""
-        began = time.perf_counter()
-        if self.rewards.turns:
-            self._converse(asked.samples, asked.prompts, asked.sampling)
-            self.seconds["generate"] += time.perf_counter() - began
-            return asked.samples
-        engine: Any = self.engine
-        answers = (
-            engine.generate(asked.requests, asked.sampling) if asked.started is None else engine.finish(asked.started)
-        )
-        texts = self.encoder.tokenizer.batch_decode([each.ids for each in answers], skip_special_tokens=True)
-        for sample, answer, text in zip(asked.samples, answers, texts, strict=True):
-            self._take(sample, answer, text)
-        generated = time.perf_counter()
-        self._reward(asked.samples, asked.prompts)
-        self.seconds["generate"] += generated - began
-        self.seconds["reward"] += time.perf_counter() - generated
-        return asked.samples
+        self._version = -1
 
     @property
     def in_background(self) -> bool:
         """True if the engine can generate while the model is trained."""
         return hasattr(self.engine, "start") and not self.rewards.turns
 
+    def update(self, version: int) -> None:
+        """Give the engine the weights of the model after ``version`` steps, unless it has them."""
+        if version != self._version:
+            began = time.perf_counter()
+            self.engine.update(version)
+            self._version = version
+            self.seconds["sync"] += time.perf_counter() - began
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return ``seconds``, and begin anew."""
+        result, self.seconds, self.slow = self.seconds, defaultdict(float), 0
+        return result
+
     def ask(
         self,
-        asked: Sequence[tuple[Prompt, int]],  # prompts, and the number of each one's sample
+        prompts: Sequence[tuple[Prompt, int]],  # with the number of each one's sample
         step: int,
         version: int,
         sampling: Sampling,
@@ -87,118 +173,144 @@ class Sampler:
     ) -> Asked:
         """Return what to answer; the same on every rank."""
         samples = [
-            Sample(step, prompt.number, number, list(prompt.ids), weights_version=version) for prompt, number in asked
+            Sample(step, prompt.number, number, list(prompt.ids), weights_version=version) for prompt, number in prompts
         ]
-        prompts, has_images = [prompt for prompt, _ in asked], self.encoder.has_images
-        requests = [
-            Request(sample.name, sample.asked, most=self.tokens, messages=prompt.messages if has_images else None)
-            for sample, prompt in zip(samples, prompts, strict=True)
-        ]
-        engine: Any = self.engine
-        return Asked(samples, prompts, requests, sampling, engine.start(requests, sampling) if background else None)
+        asked = Asked(samples, [prompt for prompt, _ in prompts], sampling)
+        if background:
+            engine: Any = self.engine
+            asked.started = engine.start(self._requests(asked), sampling)
+        return asked
 
-    def _take(self, sample: Sample, answer: Answer, text: str) -> None:
-        """Add the tokens of an answer to a sample, whose text it has then."""
-        sample.tokens += answer.ids
-        sample.logprobs += answer.logprobs
-        sample.own += [True] * len(answer.ids)
-        sample.finished = answer.finished
-        sample.text = text
+    def answer(self, asked: Asked) -> list[Sample]:
+        """Return an answer to each, with its reward; after ``ask``."""
+        began = time.perf_counter()
+        if self.rewards.turns:
+            self._converse(asked)
+            self.seconds["generate"] += time.perf_counter() - began
+            return asked.samples
+        engine: Any = self.engine
+        if asked.started is None:
+            answers = engine.generate(self._requests(asked), asked.sampling)
+        else:
+            answers = engine.finish(asked.started)
+        texts = self.encoder.tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
+        for sample, answer, text in zip(asked.samples, answers, texts, strict=True):
+            _add(sample, answer, text)
+        generated = time.perf_counter()
+        self._reward(asked)
+        self.seconds["generate"] += generated - began
+        self.seconds["reward"] += time.perf_counter() - generated
+        return asked.samples
+
+    def _requests(self, asked: Asked) -> list[Request]:
+        return [
+            Request(
+                sample.name,
+                sample.asked,
+                most=self.tokens,
+                messages=prompt.messages if self.encoder.has_images else None,
+            )
+            for sample, prompt in zip(asked.samples, asked.prompts, strict=True)
+        ]
+
+    def _reward(self, asked: Asked) -> None:
+        if self.rewards.whole:
+            rewards = on_first_rank(lambda: self.rewards.score(asked.samples, asked.prompts))
+        else:
+            places = range(len(asked.samples))
+            rewards = divided(
+                places,
+                lambda mine: self.rewards.score([asked.samples[i] for i in mine], [asked.prompts[i] for i in mine]),
+            )
+        for sample, prompt, reward in zip(asked.samples, asked.prompts, rewards, strict=True):
+            self._take(sample, prompt, reward)
+
+    def _take(self, sample: Sample, prompt: Prompt, reward: Reward) -> None:
+        """Put a reward into its sample."""
+        sample.reward, sample.parts = reward.reward, reward.parts
+        self.slow += reward.slow
+        if reward.slow and rank_and_ranks()[0] == 0:
+            about = f"{prompt.where} (prompt {sample.prompt}, sample {sample.sample} of step {sample.step})"
+            logger.warning("reward.seconds: the reward of %s took too long, and is 0", about)
+
+    def _converse(self, asked: Asked) -> None:
+        """Play the episode of each sample: the environment and the model take turns, all samples together."""
+        samples = asked.samples
+        conversations: list[Messages] = [[] for _ in samples]
+        turns = self._turns(asked, None)
+        while turns:
+            room = {i: self._add_turn(samples[i], asked.prompts[i], conversations[i], new) for i, new in turns.items()}
+            speaking = [i for i in turns if room[i] > 0]
+            requests = [
+                Request(samples[i].name, samples[i].asked + samples[i].tokens, sum(samples[i].own), room[i])
+                for i in speaking
+            ]
+            answers = self.engine.generate(requests, asked.sampling) if requests else []
+            texts: dict[int, str | None] = dict.fromkeys(turns)
+            for i, answer in zip(speaking, answers, strict=True):
+                texts[i] = self._text(answer.ids)
+                _add(samples[i], answer, self._text(samples[i].tokens + answer.ids))
+                conversations[i].append({"role": "assistant", "content": texts[i]})
+            for i in turns.keys() - speaking:
+                samples[i].finished = False
+            turns = self._turns(asked, texts)
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _reward(self, samples: list[Sample], prompts: list[Prompt]) -> None:
-        both = list(zip(samples, prompts, strict=True))
-        items = [both] if self.rewards.whole else [[each] for each in both]
-
-        def score(own: list[list[tuple[Sample, Prompt]]]) -> list[Any]:
-            flat = [each for item in own for each in item]
-            if not flat:
-                return []
-            found = self.rewards.score([sample for sample, _ in flat], [prompt for _, prompt in flat])
-            sizes = iter(found)
-            return [[next(sizes) for _ in item] for item in own]
-
-        found = [reward for part in divided(items, score) for reward in part]
-        for sample, prompt, reward in zip(samples, prompts, found, strict=True):
-            sample.reward, sample.parts = reward.reward, reward.parts
-            if reward.slow:
-                self._tell_slow(sample, prompt)
-
-    def _tell_slow(self, sample: Sample, prompt: Prompt) -> None:
-        self.slow += 1
-        if rank_and_ranks()[0] == 0:
-            about = f"{prompt.where} (prompt {sample.prompt}, sample {sample.sample} of step {sample.step})"
-            logger.warning("reward.seconds: the reward of %s took too long, and is 0", about)
-
-    def _converse(self, samples: list[Sample], prompts: list[Prompt], sampling: Sampling) -> None:
-        """Play the episode of each sample: the environment and the model take turns, all samples together."""
-        talks: list[list[Any]] = [[] for _ in samples]
-        turns = self._turns(samples, prompts, {})
-        while live := [i for i, turn in turns.items() if isinstance(turn, list)]:
-            room = {i: self._add_turn(samples[i], prompts[i], talks[i], turns[i]) for i in live}
-            requests = [
-                Request(samples[i].name, samples[i].asked + samples[i].tokens, sum(samples[i].own), room[i])
-                for i in live
-                if room[i] > 0
-            ]
-            answers = iter(self.engine.generate(requests, sampling) if requests else ())
-            texts: dict[int, str | None] = {}
-            for i in live:
-                answer = next(answers) if room[i] > 0 else None
-                texts[i] = None if answer is None else self._text(answer.ids)
-                if answer is None:
-                    samples[i].finished = False
-                else:
-                    self._take(samples[i], answer, self._text(samples[i].tokens + answer.ids))
-                    talks[i].append({"role": "assistant", "content": texts[i]})
-            turns = self._turns(samples, prompts, texts)
-
-    def _add_turn(self, sample: Sample, prompt: Prompt, talk: list[Any], new: list[Any]) -> int:
+    def _add_turn(self, sample: Sample, prompt: Prompt, conversation: Messages, new: Messages) -> int:
         """Add what the environment says to a sample and to its conversation; return how many tokens may follow.
 
         Without room for a token of the model nothing is added.
         """
-        encoder, is_text = self.encoder, prompt.messages is None
+        is_text = prompt.messages is None
         if not sample.tokens:
-            talk += [*(prompt.messages or ()), *new]
-            sample.asked = prompt.ids + encoder.plain(new) if is_text else encoder.opening(talk, prompt)
+            conversation += [*(prompt.messages or ()), *new]
+            encoder = self.encoder
+            sample.asked = prompt.ids + encoder.plain(new) if is_text else encoder.opening(conversation, prompt)
             return self.tokens
-        *before, said = talk
         if is_text:
-            ids = encoder.plain(new)
+            ids = self.encoder.plain(new)
         else:
-            ids = encoder.reply(before, said["content"], sample.tokens[-1], new, prompt.where)
+            *before, answer = conversation
+            ids = self.encoder.reply(before, answer["content"], sample.tokens[-1], new, prompt.where)
         room = self.tokens - len(sample.tokens) - len(ids)
         if room > 0:
             sample.tokens += ids
             sample.own += [False] * len(ids)
             sample.logprobs += [0.0] * len(ids)
-            talk += new
+            conversation += new
         return room
 
-    def _turns(
-        self, samples: list[Sample], prompts: list[Prompt], texts: dict[int, str | None]
-    ) -> dict[int, Any]:  # by place: messages, or a reward
-        """Give episodes the model's answers, or begin them all; one without room for an answer is dropped.
+    def _turns(self, asked: Asked, texts: Mapping[int, str | None] | None) -> dict[int, Messages]:
+        """Return the messages of the episodes that go on, by place; the others get their rewards.
 
-        Each lives on one rank. Rewards are put into the samples.
+        ``texts``: the model's answers, None of an episode without room for one, which is dropped; None: all begin. Each
+        episode lives on one rank.
         """
+        samples = asked.samples
 
         def play(places: list[int]) -> list[Any]:
-            if not texts:
-                begun = self.rewards.begin([samples[i].name for i in places], [prompts[i] for i in places])
-                return list(begun)
-            mine = {samples[i].name: text for i in places if (text := texts.get(i)) is not None}
-            self.rewards.drop([samples[i].name for i in places if i in texts and texts[i] is None])
-            found = self.rewards.answer(mine)
-            return [found.get(samples[i].name) for i in places]
+            if texts is None:
+                return list(self.rewards.begin([samples[i].name for i in places], [asked.prompts[i] for i in places]))
+            mine = {samples[i].name: texts[i] for i in places if i in texts}
+            self.rewards.drop([name for name, text in mine.items() if text is None])
+            turns = self.rewards.answer({name: text for name, text in mine.items() if text is not None})
+            return [turns.get(samples[i].name) for i in places]
 
-        found = dict(enumerate(divided(range(len(samples)), play)))
-        for i, turn in found.items():
-            if turn is not None and not isinstance(turn, list):
-                samples[i].reward, samples[i].parts = turn.reward, turn.parts
-                if turn.slow:
-                    self._tell_slow(samples[i], prompts[i])
-        return {i: turn for i, turn in found.items() if turn is not None}
+        result = {}
+        for i, turn in enumerate(divided(range(len(samples)), play)):
+            if isinstance(turn, list):
+                result[i] = turn
+            elif turn is not None:
+                self._take(samples[i], asked.prompts[i], turn)
+        return result
+
+
+def _add(sample: Sample, answer: Answer, text: str) -> None:
+    """Add the tokens of an answer to a sample, whose text it has then."""
+    sample.tokens += answer.ids
+    sample.logprobs += answer.logprobs
+    sample.own += [True] * len(answer.ids)
+    sample.finished = answer.finished
+    sample.text = text

@@ -1,20 +1,13 @@
-"""A sample, its name, and the random numbers that follow from the name.
+"""Records of reinforcement learning: prompts, samples, and what an engine is asked and answers.
 
-A sample is a function of (seed, step, prompt, sample) and of the weights: number t of its uniform random numbers, from
-which its token t is drawn, is a hash of these and of t. No generator has a state, so none is saved, lost, or shared by
-samples that are generated together.
+A reward's process imports this file, and needs neither numpy nor torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:  # a reward's process imports this file, and needs neither numpy nor torch
-    import numpy as np
-    import numpy.typing as npt
+from typing import Any, Protocol
 
 Name = tuple[int, int, int]
 """(step, prompt, sample)."""
@@ -37,7 +30,7 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """An answer of the model to a prompt, and its reward."""
+    """An answer of the model to a prompt, its reward, and what the loss needs of it."""
 
     step: int
     """The optimizer step that it was made for, from 1."""
@@ -62,6 +55,12 @@ class Sample:
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     """Values that the reward functions returned, by name."""
+    advantage: float = 0.0
+    used: bool = True
+    """False if its group was left out."""
+    old_logprobs: list[float] | None = None
+    """The trainer's log-probability of each of ``tokens`` before the update; None: that of the update itself."""
+    reference_logprobs: list[float] | None = None
 
     @property
     def name(self) -> Name:
@@ -117,21 +116,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
-
-
-def key_of(seed: int, name: Name) -> int:
-    """Return the 64-bit key of a sample: a hash of its name."""
-    text = "/".join(map(str, (seed, *name)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
-def uniform(
-    keys: npt.NDArray[np.uint64],  # [samples]
-    numbers: npt.NDArray[np.uint64],  # [samples]: which random number of each
-) -> npt.NDArray[np.float64]:
-    """Return one random number of each sample, in [0, 1): float64 [samples], multiples of 2**-53."""
-    import numpy as np
-
-    from trueshard.train.data.order import mix
-
-    return (mix(mix(numbers) ^ keys) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -36,11 +36,11 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError, explained
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
-from trueshard.train.rl.batch import PromptEncoder
 from trueshard.train.rl.config import RolloutSection
-from trueshard.train.rl.engine import compute_dtype, ends_of, probe_bound, probes
+from trueshard.train.rl.engine import ends_of, probe_bound, probes
 from trueshard.train.rl.policy import PolicyLoss
 from trueshard.train.rl.ranks import on_every_rank, on_first_rank, rank_and_ranks
+from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
 from trueshard.train.rl.vllm_server import COMPLETIONS, Server, completion
 
@@ -73,7 +73,7 @@ class VLLMEngine:
         if folder is None:
             raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
         self._section, self._model = section, model
-        self._probes, self._bound = probes(len(encoder.tokenizer)), probe_bound(compute_dtype(model))
+        self._probes, self._bound = probes(len(encoder.tokenizer)), probe_bound(model)
         self._loss = PolicyLoss()
         self._server = server = Server(section.url or "", section.timeout)
         self._ends = sorted(ends_of(model, encoder))

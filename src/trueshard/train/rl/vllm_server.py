@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 
 from trueshard.errors import UserError, one_line, with_kind
-from trueshard.train.rl.samples import Answer, Request, Sampling, key_of
+from trueshard.train.rl.engine import key_of
+from trueshard.train.rl.samples import Answer, Request, Sampling
 
 COMPLETIONS = "/v1/completions"
 _LOWEST = -9999.0

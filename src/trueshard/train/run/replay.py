@@ -102,7 +102,7 @@ def replay(config: Config, ready: Ready, device: torch.device, wants_stop: Calla
             if wants_stop():
                 raise UserError(f"stopped after step {trainer.step}, before the samples of step {asked.step}")
         next(rollouts)
-        made = {(each.sample.prompt, each.sample.sample): each.sample for each in rollouts.current.scored}
+        made = {(sample.prompt, sample.sample): sample for sample in rollouts.current.samples}
     finally:
         for each in callbacks:
             each.on_end(trainer)

@@ -37,9 +37,8 @@ from trueshard.plans import MixedPrecision, Plan, precision_of
 from trueshard.train.config import Config
 from trueshard.train.data.batches import IGNORED, Batch
 from trueshard.train.models.build import empty
-from trueshard.train.rl.engine import ROOM
+from trueshard.train.rl.engine import ROOM, drawn
 from trueshard.train.rl.policy import PolicyLoss, policy_loss
-from trueshard.train.rl.token_sampling import drawn
 from trueshard.train.run import run_forecast
 
 COPY, REFERENCE = "rollout copy", "reference"

@@ -196,9 +196,9 @@ def build_trainer(
     else:
         from trueshard.train.rl import run
 
-        parts = run.parts_of(config, settings, model, data)
-        loader, evaluation, loss = parts.rollouts, parts.evaluation, parts.loss
-        reporters = run.with_samples(parts, config, reporters)
+        loader, evaluation = run.build_rollouts(config, settings, model, data)
+        loss = loader.loss
+        reporters = run.with_samples(loader, config, reporters)
     reporters = _watches(config) + reporters
     profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
     trainer = Trainer(
