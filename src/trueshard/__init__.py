@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from trueshard.train.trainer import Callback as Callback
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
-    from trueshard.verification import verify as verify  # type: ignore
+    from trueshard.verification import verify as verify
     from trueshard.verification.report import Verified as Verified
 
 __version__ = "0.1.0"

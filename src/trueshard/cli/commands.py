@@ -205,7 +205,7 @@ def verify(
     with refused():
         if html is not None:
             check_writable(html)
-        report = trueshard.verify(  # type: ignore
+        report = trueshard.verify(
             subject,
             nproc=int(os.environ.get("WORLD_SIZE", nproc)),
             layers=layers,
