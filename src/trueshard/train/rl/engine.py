@@ -168,13 +168,12 @@ def build(section: RolloutSection, model: nn.Module, encoder: PromptEncoder, fol
 def import_continuous() -> Any:
     """Return the module of the continuous engine. Raises `UserError` if this transformers lacks what it uses."""
     try:
-        from trueshard.train.rl import continuous
+        return importlib.import_module("trueshard.train.rl.continuous")
     except ImportError as error:
         raise UserError(
             "rollout.continuous needs the continuous batching of transformers 5.19 to 5.23, and this is "
             f"{transformers.__version__} ({error}); install one of these, or remove the key"
         ) from error
-    return continuous
 
 
 def ends_of(model: nn.Module, encoder: PromptEncoder) -> set[int]:
