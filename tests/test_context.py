@@ -16,6 +16,7 @@ from gathering import whole
 from messages import lacking, naming
 from parity import Pool, Ranks, assert_same
 from sequences import IGNORED, LENGTH, ROWS, STEPS, batch_of, build, summed
+from trueshard.model.names import Index
 from trueshard.parallel import context
 from trueshard.parallel.forward_trial import try_masks
 
@@ -459,7 +460,7 @@ def test_masks_are_told_by_trial_for_every_language_model() -> None:
     for name, case in (DENSE | EXPERTS).items():
         model = case.build(0)
         try:
-            context.refuse(model, trueshard.Plan(context=2))
+            context.refuse(Index(model), trueshard.Plan(context=2))
         except ValueError:
             refused += 1
             continue

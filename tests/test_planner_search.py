@@ -14,6 +14,7 @@ from torch import nn
 from messages import lacking, naming
 from trueshard import _torch
 from trueshard.model import policies
+from trueshard.model.names import Index
 from trueshard.options import Offload, Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
@@ -118,7 +119,7 @@ def every_plan(asked: Space, simulated: Remembered) -> Iterator[tuple[float, int
     for words in ("default", "always") if asked.choices.reshard_after_forward == "auto" else ("always",):
         given = asked.settled(reshard_after_forward=words, activation_checkpointing="none")
         with _torch.fake_tensors():
-            plan = engine.resolve(asked.workload.model(), given, (8,))
+            plan = engine.resolve(Index(asked.workload.model()), given, (8,))
         recompute = RECOMPUTE if asked.choices.activation_checkpointing == "auto" else RECOMPUTE[:1]
         choices = [
             [
@@ -211,12 +212,12 @@ def test_the_first_blocks_are_those_that_are_recomputed(deep: Study) -> None:
 def test_a_chosen_plan_is_taken_as_it_stands_and_its_words_mean_its_units(deep: Study) -> None:
     plan = Plan.from_json(deep.plan.to_json())
     with _torch.fake_tensors():
-        taken = engine.resolve(Tower(DEEP), plan, (8,))
+        taken = engine.resolve(Index(Tower(DEEP)), plan, (8,))
     assert taken.units == deep.plan.units
     assert policies.apply_words(plan, 8).units == deep.plan.units
     edited = dataclasses.replace(plan, reshard_after_forward="never", activation_checkpointing="none")
     with _torch.fake_tensors():
-        taken = engine.resolve(Tower(DEEP), edited, (8,))
+        taken = engine.resolve(Index(Tower(DEEP)), edited, (8,))
     assert {(u.reshard_after_forward, u.activation_checkpointing) for u in taken.units} == {(False, "none")}
 
 

@@ -16,6 +16,7 @@ from messages import naming
 from parity import Ranks
 from resting import all_but
 from tensor_models import SIZES, distance, llama, optimizers, train, whole
+from trueshard.model.names import Index
 from trueshard.model.regions import rows_of
 from trueshard.parallel.forward_trial import last_norm
 
@@ -76,7 +77,7 @@ def build(name: str) -> Any:
 def _sharded(model: nn.Module, ranks: int, *made: torch.optim.Optimizer, **words: Any) -> list[torch.Size]:
     """Shard with sequence parallelism; return the list of shapes that the last norm will be given."""
     seen: list[torch.Size] = []
-    norm = model.get_submodule(str(last_norm(model, ["model.layers.0"])))
+    norm = model.get_submodule(str(last_norm(Index(model).modules, ["model.layers.0"])))
     norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
     trueshard.shard(model, *made, tensor={"ranks": ranks, "sequence": True}, **words)
     return seen
@@ -375,13 +376,13 @@ OTHERS = (TuplesKept, Residual, Scaled, Added, Twice, Sometimes, OverBatch, Stra
 
 @pytest.mark.parametrize("kind", [*FOUND, *OTHERS], ids=lambda kind: kind.__name__)
 def test_the_norm_is_found_where_nothing_else_reads_what_the_blocks_return(kind: type[nn.Module]) -> None:
-    assert last_norm(kind(), ["blocks.0", "blocks.1"]) == FOUND.get(kind)
+    assert last_norm(Index(kind()).modules, ["blocks.0", "blocks.1"]) == FOUND.get(kind)
 
 
 def test_a_forward_that_was_replaced_is_tried_itself() -> None:
     model = Plain()
     model.__dict__["forward"] = lambda ids: model.head(model.table(ids))
-    assert last_norm(model, ["blocks.0", "blocks.1"]) is None
+    assert last_norm(Index(model).modules, ["blocks.0", "blocks.1"]) is None
 
 
 STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
@@ -507,7 +508,7 @@ class Short(Model):
 
 def another_way(rank: int, world_size: int) -> None:
     model = Short()
-    assert last_norm(model, ["blocks.0", "blocks.1"]) == "norm"
+    assert last_norm(Index(model).modules, ["blocks.0", "blocks.1"]) == "norm"
     trueshard.shard(model, tensor={"ranks": world_size, "sequence": True, **STYLES})
     assert model(torch.zeros(1, 12, dtype=torch.int64)).shape == (1, 12, 13)
     model(torch.zeros(1, 120, dtype=torch.int64))

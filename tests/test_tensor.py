@@ -27,6 +27,7 @@ from tensor_models import MODELS, batch, build, distance, llama, optimizers, par
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
+from trueshard.model.names import Index
 from trueshard.model.regions import has_one_run, region_of, take
 from trueshard.parallel.tensor import own_styles
 from trueshard.parallel.tp_styles import shared_head
@@ -542,7 +543,7 @@ def losses(rank: int, world_size: int, tensor: int) -> dict[str, torch.Tensor]:
     found = {}
     for name, head in (("llama", ""), ("tied", ""), ("llama", "colwise_rep")):
         model = build(name)
-        styles = {"ranks": tensor, **own_styles(model), "lm_head": head} if head else tensor
+        styles = {"ranks": tensor, **own_styles(Index(model)), "lm_head": head} if head else tensor
         if tensor:
             trueshard.shard(model, tensor=styles)
             assert name == "tied" or shared_head(model.lm_head) is not None

@@ -17,6 +17,7 @@ from cases import on_ranks
 from messages import lacking, naming
 from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
 from parity import Ranks
+from trueshard.model.names import Index
 from trueshard.model.policies import apply_words
 from trueshard.model.units import LARGE_LIST, Grouping, choose_units
 from trueshard.options import Options, ShardOptions
@@ -27,7 +28,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def chosen(model: nn.Module, words: Any = "auto") -> list[str]:
-    return list(choose_units(model, words))
+    return list(choose_units(Index(model), words))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_hints_are_found_through_wrappers(hint: Any) -> None:
     inner = Hinted()
     inner.blocks = model.blocks
     inner._no_split_modules = hint
-    found = choose_units(Wrapper(Wrapper(inner)), "auto")
+    found = choose_units(Index(Wrapper(Wrapper(inner))), "auto")
     assert list(found) == ["base_model.base_model.blocks.0"]
     assert lacking(*found.values(), "hint", "Block") == []
 
@@ -106,7 +107,7 @@ def test_hints_are_found_through_wrappers(hint: Any) -> None:
 def test_an_empty_hint_is_no_hint(hint: Any) -> None:
     model = Hinted()
     model._no_split_modules = hint
-    found = choose_units(model, "auto")
+    found = choose_units(Index(model), "auto")
     assert set(found) == set(BLOCKS)
     assert not any("hint" in why for why in found.values())
 
@@ -158,8 +159,8 @@ def test_experts_belong_to_their_block_unless_large() -> None:
 
 
 def planned(model: nn.Module, ranks: int = 4, **choices: Any) -> Plan:
-    grouping = Grouping(model)
-    grouping.choose(choose_units(model, choices.pop("units", "auto")), split_embeddings=True, split_head=False)
+    grouping = Grouping(index := Index(model))
+    grouping.choose(choose_units(index, choices.pop("units", "auto")), split_embeddings=True, split_head=False)
     plan = Plan(units=grouping.units(), replicated=grouping.replications(), ranks=(ranks,), **choices)
     return apply_words(plan, ranks)
 
@@ -196,7 +197,7 @@ def head_of(**fields: Any) -> Plan:
     sizes = {"vocab_size": 16402, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2} | fields
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    return resolve(model, Options(**words), (4,))
+    return resolve(Index(model), Options(**words), (4,))
 
 
 def test_a_large_head_is_a_unit_that_is_not_kept_to_the_end_of_backward() -> None:

@@ -33,15 +33,15 @@ class Axis:
     in_node: bool = False
     """True if its ranks talk inside of every block: the search keeps them inside a node, where links are fast."""
     resolve: str = ""
-    """``"module:function"`` under ``trueshard``: (root, plan, sizes of the mesh) → the plan for this model; raises
+    """``"module:function"`` under ``trueshard``: (index of a model, plan, sizes of the mesh) → the plan for it; raises
     ValueError, naming the module that does not fit. Nothing is touched."""
 
-    def resolved(self, root: Any, plan: Any, sizes: Mapping[str, int]) -> Any:
+    def resolved(self, index: Any, plan: Any, sizes: Mapping[str, int]) -> Any:
         """Return ``plan`` for a model, or raise ValueError if its ranks cannot share the model so."""
         if not self.resolve:
             return plan
         module, _, function = self.resolve.partition(":")
-        return getattr(import_module(f"trueshard.{module}"), function)(root, plan, sizes)
+        return getattr(import_module(f"trueshard.{module}"), function)(index, plan, sizes)
 
 
 AXES = (

@@ -6,20 +6,15 @@ token's experts, their weights) → the weighted sum: classes under transformers
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from trueshard import _torch
-from trueshard.model import names
+from trueshard.model.names import Index
 
 _MARKS = ("num_experts", "has_gate", "is_transposed")
-
-
-def stacked(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with stacked experts below ``root``, by name."""
-    return {name: module for name, module in names.named_modules(root) if name and _is_stacked(module)}
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _is_stacked(module: Any) -> bool:
@@ -32,7 +27,7 @@ def _is_stacked(module: Any) -> bool:
     )
 
 
-def shared_out(root: nn.Module, ranks: int) -> dict[str, str]:
+def shared_out(index: Index, ranks: int) -> dict[str, str]:
     """Return the modules whose experts ``ranks`` share (name → words that say so), none for one rank.
 
     Raises:
@@ -40,30 +35,17 @@ def shared_out(root: nn.Module, ranks: int) -> dict[str, str]:
     """
     if ranks == 1:
         return {}
-    modules: dict[str, Any] = stacked(root)
+    modules: dict[str, Any] = {name: module for name, module in index.modules.items() if name and _is_stacked(module)}
+    lists = [name for name, module in index.modules.items() if name.endswith("experts") and isinstance(module, _LISTS)]
     if not modules:
-        raise ValueError(f"experts={ranks}: {_without_stacks(root)}; leave out experts")
+        kind = type(index.root).__name__
+        why = f"{kind} has no stacked experts (of transformers' use_experts_implementation: parameters of (experts, …))"
+        if lists:
+            why = f"{lists[0]!r} is a list of modules, which every rank gathers, and {kind} has no stacked experts"
+        raise ValueError(f"experts={ranks}: {why}; leave out experts")
     for name, module in modules.items():
         if module.num_experts % ranks:
             raise ValueError(f"experts={ranks} does not divide the {module.num_experts} experts of {name!r}")
-    rest = next((f" (those of {name!r}, a list, are gathered)" for name in _lists(root)), "")
+    rest = f" (those of {lists[0]!r}, a list, are gathered)" if lists else ""
     counts = {name: (module.num_experts // ranks, module.num_experts) for name, module in modules.items()}
     return {name: f"{here} of {total} experts a rank{rest}" for name, (here, total) in counts.items()}
-
-
-def _lists(root: nn.Module) -> Iterable[str]:
-    """Yield the lists of modules that are called experts."""
-    for name, module in names.named_modules(root):
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name.rpartition(".")[2].endswith("experts"):
-            yield name
-
-
-def _without_stacks(root: nn.Module) -> str:
-    if name := next(iter(_lists(root)), None):
-        return (
-            f"{name!r} is a list of modules, which every rank gathers, and {type(root).__name__} has no stacked experts"
-        )
-    return (
-        f"{type(root).__name__} has no stacked experts, parameters of (experts, …) in a class under transformers' "
-        "use_experts_implementation"
-    )

@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trueshard import _torch
-from trueshard.model import names
-from trueshard.model.names import Held
+from trueshard.model.names import Held, Index
 from trueshard.model.units import has_forward
 
 
@@ -52,18 +51,17 @@ class Intent:
     """``list(model.state_dict())``."""
 
 
-def capture(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Intent, list[Held], list[Held]]:
-    """Return the Intent, the model's parameters and its buffers.
+def capture(index: Index, optimizers: Sequence[torch.optim.Optimizer]) -> Intent:
+    """Return the Intent of a model and its optimizers.
 
     Raises ValueError for a parameter that is not initialised, or that the model does not own.
     """
-    parameters, buffers = names.held_tensors(model, "parameters"), names.held_tensors(model, "buffers")
-    name_of = {id(held.tensor): held.name for held in parameters}
-    facts = [fact for held in parameters for fact in _tensor_facts("parameter", held)]
-    facts += [fact for held in buffers for fact in _tensor_facts("buffer", held)]
+    name_of = {id(held.tensor): held.name for held in index.parameters}
+    facts = [fact for held in index.parameters for fact in _tensor_facts("parameter", held)]
+    facts += [fact for held in index.buffers for fact in _tensor_facts("buffer", held)]
     for i, optimizer in enumerate(optimizers):
         facts += _optimizer_facts(f"optimizer {i} ({type(optimizer).__name__})", optimizer, name_of)
-    return Intent(tuple(facts), tuple(names.unwrap(model).state_dict(keep_vars=True))), parameters, buffers
+    return Intent(tuple(facts), tuple(index.root.state_dict(keep_vars=True)))
 
 
 def _tensor_facts(kind: str, held: Held) -> list[tuple[str, Any]]:
@@ -131,14 +129,14 @@ def difference(before: Intent, after: Intent) -> str | None:
 # Refusals
 
 
-def refuse(root: nn.Module, parameters: Sequence[Held], buffers: Sequence[Held]) -> None:
+def refuse(index: Index) -> None:
     """Raise ValueError for the first part of the model that sharding would change; name it, and the remedy."""
-    if not has_forward(root):
+    if not has_forward(index.root):
         raise ValueError(
-            f"a {type(root).__name__} has no forward, so nothing says when to gather it; put it in a module that calls "
-            "it, or shard its members one by one"
+            f"a {type(index.root).__name__} has no forward, so nothing says when to gather it; put it in a module "
+            "that calls it, or shard its members one by one"
         )
-    for name, module in names.named_modules(root):
+    for name, module in index.modules.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             if module.sparse:
                 raise ValueError(f"{name!r} has sparse gradients, which cannot be reduce-scattered; set sparse=False")
@@ -147,15 +145,15 @@ def refuse(root: nn.Module, parameters: Sequence[Held], buffers: Sequence[Held])
                     f"{name!r} rescales its weight in forward (max_norm), which would be lost with the gathered copy; "
                     "set max_norm=None and rescale after the optimizer's step"
                 )
-    _refuse_shared_memory(parameters, buffers)
+    _refuse_shared_memory(index)
 
 
-def _refuse_shared_memory(parameters: Sequence[Held], buffers: Sequence[Held]) -> None:
+def _refuse_shared_memory(index: Index) -> None:
     """Raise for two parameters over the same memory, or a buffer: a tie that cannot be seen, and is cut by sharding."""
     spans: dict[int, list[tuple[int, int, str, str]]] = {}
     for kind, held in [
-        *(("parameter", parameter) for parameter in parameters),
-        *(("buffer", buffer) for buffer in buffers),
+        *(("parameter", parameter) for parameter in index.parameters),
+        *(("buffer", buffer) for buffer in index.buffers),
     ]:
         tensor = held.tensor
         if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.numel() == 0 or tensor.layout != torch.strided:

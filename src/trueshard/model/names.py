@@ -87,6 +87,39 @@ def held_tensors(root: nn.Module, kind: str) -> list[Held]:
     return list(result.values())
 
 
+@dataclass(frozen=True)
+class Index:
+    """Modules and tensors of a model by name, looked up once: valid while nobody changes them."""
+
+    model: nn.Module
+    """The model as the user gave it, wrapped or not."""
+
+    @functools.cached_property
+    def root(self) -> nn.Module:
+        """The user's own module."""
+        return unwrap(self.model)
+
+    @functools.cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Name → module, as ``named_modules``."""
+        return dict(named_modules(self.model))
+
+    @functools.cached_property
+    def parameters(self) -> list[Held]:
+        """Every parameter once, with its places."""
+        return held_tensors(self.model, "parameters")
+
+    @functools.cached_property
+    def buffers(self) -> list[Held]:
+        """Every buffer once, with its places."""
+        return held_tensors(self.model, "buffers")
+
+    @functools.cached_property
+    def all_names(self) -> list[str]:
+        """Names of all modules and parameters, every name of a tie among them."""
+        return [*self.modules, *(name for held in self.parameters for name in held.names)]
+
+
 def mix_in(module: nn.Module, mixin: type) -> None:
     """Put ``mixin`` before the class of one module, in place."""
     if not isinstance(module, mixin):

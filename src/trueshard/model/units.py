@@ -35,6 +35,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.model import names
+from trueshard.model.names import Index
 from trueshard.plans import Plan, Replicated, Unit, UnitKind
 
 #: A list inside a block is large from here on (elements): 1 GiB in float32.
@@ -46,25 +47,25 @@ HEAD = 4 << 20
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def choose_units(model: nn.Module, words: Any) -> dict[str, str]:
+def choose_units(index: Index, words: Any) -> dict[str, str]:
     """Return the chosen modules: name → why. The root is not among them; it always is a unit.
 
     ``words``: as ``units`` of ``shard()``; None, ``""``, ``[""]`` and blanks mean ``"auto"``. Raises ValueError for one
     that matches nothing, or a module that has no forward; TypeError for one of another type.
     """
-    modules = dict(names.named_modules(model))
+    modules = index.modules
     if callable(words) and not isinstance(words, type):
-        chosen = {name: "units callable" for name, module in names.named_modules(model) if name and words(name, module)}
+        chosen = {name: "units callable" for name, module in modules.items() if name and words(name, module)}
     else:
         spoken = _spoken(words)
         chosen = {}
         if spoken == ["auto"] or not spoken:
-            chosen = _from_hints(model) or _from_structure(model)
+            chosen = _from_hints(index) or _from_structure(index)
         elif "auto" in spoken:
             raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
         else:
             for word in spoken:
-                chosen.update(_matching(model, word))
+                chosen.update(_matching(index, word))
     for name in chosen:
         if not has_forward(modules[name]):
             kind = type(modules[name]).__name__
@@ -89,8 +90,8 @@ def _spoken(words: Any) -> list[str | type]:
     return [word for word in stripped if word != ""]
 
 
-def _matching(model: nn.Module, word: str | type) -> dict[str, str]:
-    modules = [(name, module) for name, module in names.named_modules(model) if name]
+def _matching(index: Index, word: str | type) -> dict[str, str]:
+    modules = [(name, module) for name, module in index.modules.items() if name]
     shown = word.__name__ if isinstance(word, type) else word
     if isinstance(word, type):
         result = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
@@ -115,15 +116,15 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _from_hints(model: nn.Module) -> dict[str, str]:
+def _from_hints(index: Index) -> dict[str, str]:
     """Return modules of the classes under ``_no_split_modules`` anywhere in the model, as through PEFT's wrappers."""
     hints: set[str] = set()
-    for _, module in names.named_modules(model):
+    for module in index.modules.values():
         hint = getattr(module, "_no_split_modules", None)
         if isinstance(hint, (str, list, tuple, set, frozenset)):
             hints |= {word.strip() for word in ([hint] if isinstance(hint, str) else hint) if isinstance(word, str)}
     result: dict[str, str] = {}
-    for name, module in names.named_modules(model):
+    for name, module in index.modules.items():
         hit = hints & _class_names(module)
         if name and hit and _composite(module):
             result[name] = f"model hint {min(hit)}"
@@ -138,14 +139,13 @@ def _composite(module: nn.Module) -> bool:
     )
 
 
-def _from_structure(model: nn.Module) -> dict[str, str]:
-    root = names.unwrap(model)
+def _from_structure(index: Index) -> dict[str, str]:
+    root, modules = index.root, index.modules
     result = (
         _members_of_lists(root, "", _composite, "block of a list")
         or _repeated_siblings(root, "")
         or _members_of_lists(root, "", has_forward, "layer of a list")  # nothing composite repeats
     )
-    modules = dict(names.named_modules(root))
     large: dict[str, str] = {}
     for name, module in modules.items():
         holder = name.rpartition(".")[0]
@@ -211,21 +211,21 @@ class _Group:
 class Grouping:
     """The units of one model: from chosen modules (``choose``), or from a plan (``of_plan``)."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(names.named_modules(model))
+    def __init__(self, index: Index) -> None:
+        self.modules = index.modules
         self._order = {name: i for i, name in enumerate(self.modules)}
         name_of = {id(module): name for name, module in self.modules.items()}
         self.parameters = [
             _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(name_of[id(m)]) for m, _ in held.places)))
-            for held in names.held_tensors(model, "parameters")
+            for held in index.parameters
         ]
         self.replicated: dict[str, str] = {}
         self.groups: dict[str, _Group] = {}
 
     @classmethod
-    def of_plan(cls, model: nn.Module, plan: Plan) -> Grouping:
-        """Return the units of ``plan``, measured on ``model``; raise ValueError for what the model does not have."""
-        self = cls(model)
+    def of_plan(cls, index: Index, plan: Plan) -> Grouping:
+        """Return the units of ``plan``, measured on a model; raise ValueError for what the model does not have."""
+        self = cls(index)
         parameter_names = {parameter.name for parameter in self.parameters}
         for unit in plan.units:
             for module in unit.modules:

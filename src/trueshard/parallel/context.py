@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.model import names
+from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange, part_of
 from trueshard.parallel.forward_trial import MaskTrial, try_masks
 from trueshard.parallel.position_trial import attend_alone, find_mixer
@@ -53,33 +54,33 @@ _CHANGES = ("softcap", "sliding_window")
 """Arguments of attention functions that change scores or masks."""
 
 
-def language_model(root: nn.Module) -> Any:
-    """Return the outermost module of transformers in ``root``; raise ValueError if there is none, or several."""
+def language_model(index: Index) -> Any:
+    """Return the outermost module of transformers in a model; raise ValueError if there is none, or several."""
     transformers: Any = sys.modules.get("transformers")
     models: dict[str, nn.Module] = {}
-    for name, module in names.named_modules(root) if transformers is not None else ():
+    for name, module in index.modules.items() if transformers is not None else ():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
         if isinstance(module, transformers.PreTrainedModel) and not inside:
             models[name] = module
     if len(models) != 1:
         raise ValueError(
-            f"context: {_torch.own_class(root).__name__} has {len(models)} models of transformers, and it is through "
-            "their attention interface that ranks share a sequence; give one, or leave out context"
+            f"context: {_torch.own_class(index.root).__name__} has {len(models)} models of transformers, and it is "
+            "through their attention interface that ranks share a sequence; give one, or leave out context"
         )
     return next(iter(models.values()))
 
 
-def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     """Return ``plan`` with the size of a mesh; raise ValueError if ranks cannot share the sequences of this model."""
     plan = dataclasses.replace(plan, context=sizes.get("context", 1))
     if plan.context > 1:
-        refuse(root, plan)
+        refuse(index, plan)
     return plan
 
 
-def refuse(root: nn.Module, plan: Plan) -> None:
+def refuse(index: Index, plan: Plan) -> None:
     """Raise ValueError if ranks cannot share the sequences of this model; names what does not fit."""
-    model = language_model(root)
+    model = language_model(index)
     config = model.config
     kind = _torch.own_class(model).__name__
     if (
@@ -100,7 +101,7 @@ def refuse(root: nn.Module, plan: Plan) -> None:
             f"{product} = {ranks} ranks do not divide the {heads} attention heads of {kind}, and with sliding windows "
             "keys cannot go round instead: choose a divisor"
         )
-    refuse_random(root, "context", plan.context)
+    refuse_random(index, "context", plan.context)
     try_masks(model, attention_of(model))
 
 
@@ -168,7 +169,7 @@ def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    model = language_model(root)
+    model = language_model(Index(root))
     kind = _kind(model.config)
     name = f"{_OURS}{kind}"
     AttentionInterface.register(name, functools.partial(attend, kind))

@@ -26,23 +26,24 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trueshard import _torch
 from trueshard.distributed import Axes
-from trueshard.model import experts, names
+from trueshard.model import experts
+from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
 from trueshard.plans import Plan
 
 
-def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """Return ``plan``; raise ValueError, naming what does not fit, if ranks cannot share the experts of ``root`` so."""
+def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """Return ``plan``; raise ValueError, naming what does not fit, if ranks cannot share the experts so."""
     if plan.experts > 1:
-        _refuse(root, plan)
+        _refuse(index, plan)
     return plan
 
 
-def _refuse(root: nn.Module, plan: Plan) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+def _refuse(index: Index, plan: Plan) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in index.root.parameters()):
         raise ValueError(f"experts={plan.experts}: the model is cut already; give shard() the model before that")
-    counts = experts.shared_out(root, plan.experts)
-    modules, replicated = dict(names.named_modules(root)), {parameter.name for parameter in plan.replicated}
+    counts = experts.shared_out(index, plan.experts)
+    modules, replicated = index.modules, {parameter.name for parameter in plan.replicated}
     units = {unit.name for unit in plan.units if unit.kind == "experts"}
     for name in counts:
         if name not in units:
@@ -60,7 +61,7 @@ def _refuse(root: nn.Module, plan: Plan) -> None:
         _refuse_adapter(name, modules, plan.experts)
         if plan.sequence and name.rpartition(".")[0] in {unit.name for unit in plan.units if unit.kind == "block"}:
             raise ValueError(f"experts={plan.experts}: {name!r} lies in its block itself: leave out tensor's sequence")
-    config: Any = getattr(names.unwrap(root), "config", None)
+    config: Any = getattr(index.root, "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "experts: a loss that balances routers counts the tokens of one rank, not of all: set "
@@ -92,11 +93,10 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows, the expert of each, counted on this rank) → rows."""
 
 
-def cut(root: nn.Module, plan: Plan, axes: Axes) -> None:
-    """Cut the experts of ``root``, and let tokens travel to this rank's part and back, in place."""
+def cut(modules: Mapping[str, nn.Module], plan: Plan, axes: Axes) -> None:
+    """Cut the experts of a model, and let tokens travel to this rank's part and back, in place."""
     group, alike = axes.along["experts"], axes.alike
     assert alike is not None
-    modules = dict(names.named_modules(root))
     tensor = axes.along["tensor"].get_group() if "tensor" in axes.along else None
     factor = alike.size() / axes.data.size()
     for name in plan.modules_apart:

@@ -267,7 +267,7 @@ def _takes_kinds(model: Any, holder: nn.Module, blocks: str) -> bool:
 # The norm behind the last block
 
 
-def last_norm(root: nn.Module, blocks: Sequence[str]) -> str | None:
+def last_norm(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> str | None:
     """Return the name of the norm that alone is given what the last of ``blocks`` returns; None: none was seen.
 
     Such a norm may be given a part of the tokens, as the blocks are, if it computes each token by itself. It is tried
@@ -275,11 +275,11 @@ def last_norm(root: nn.Module, blocks: Sequence[str]) -> str | None:
     norm was not called, see ``sequence``.
 
     Args:
-        root: the model.
+        modules: those of the model, by name.
         blocks: names of its blocks, in one list.
     """
     above, _, attribute = blocks[0].rpartition(".")[0].rpartition(".")
-    holder = dict(names.named_modules(root))[above]
+    holder = modules[above]
     with _torch.real_tensors(), torch.no_grad():
         for name, child in holder.named_children():
             if _is_norm_of_tokens(names.unwrap(child)) and _alone_reads(holder, attribute, name):

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.model import names
 from trueshard.parallel.collectives import gather, is_split, own_part, scatter_sum
 from trueshard.parallel.forward_trial import last_norm
 from trueshard.parallel.tp_styles import REPLICATE, STYLES
@@ -86,18 +85,17 @@ class Parts:
         return any(block.scatters(name) for block in self.blocks)
 
 
-def parts_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> Parts:
+def parts_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, str]) -> Parts:
     """Return what may compute on parts of sequences; raise ValueError for a model of another form."""
-    blocks = _blocks_of(root, plan, styles)
-    norm = last_norm(root, [block.name for block in blocks])
+    blocks = _blocks_of(modules, plan, styles)
+    norm = last_norm(modules, [block.name for block in blocks])
     otherwise = [name for name, word in styles.items() if STYLES[word] != STYLES[REPLICATE]] + [
         parameter.name for parameter in plan.replicated
     ]
     return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
 
 
-def _blocks_of(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> list[Block]:
-    modules = dict(names.named_modules(root))
+def _blocks_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, str]) -> list[Block]:
     result = []
     for name in [unit.name for unit in plan.units if unit.kind == "block"]:
         children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
@@ -139,9 +137,8 @@ def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
     return True
 
 
-def split_children(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+def split_children(modules: Mapping[str, nn.Module], parts: Parts, group: dist.ProcessGroup) -> None:
     """Let the larger modules of blocks take and return parts of sequences, in place."""
-    modules = dict(names.named_modules(root))
     for block in parts.blocks:
         for name in block.scattered:
             _around(
@@ -157,13 +154,12 @@ def split_children(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> N
             )
 
 
-def split_ends(root: nn.Module, parts: Parts, group: dist.ProcessGroup) -> None:
+def split_ends(modules: Mapping[str, nn.Module], parts: Parts, group: dist.ProcessGroup) -> None:
     """Split sequences before the first block and gather them behind the last or the norm, in place.
 
     Around what recomputes a block, which then keeps a part.
     """
-    modules, state = dict(names.named_modules(root)), parts.state
-    ends = [block.name for block in parts.blocks]
+    state, ends = parts.state, [block.name for block in parts.blocks]
     last = parts.norm or ends[-1]
     for name in ends:
         _around(
@@ -257,9 +253,8 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
         before, state.in_parts, state.asked = (state.in_parts, state.asked), False, bool(asked)
         try:
             output = inner(*args, **kwargs)
-            if (
-                state.in_parts
-            ):  # a forward that goes another way than it was tried: its output would be a part, silently
+            # A forward that goes another way than it was tried: its output would be a part, in silence.
+            if state.in_parts:
                 raise RuntimeError(
                     f"tensor: {type(holder).__name__} did not call {norm!r} behind its blocks in this pass, as it did "
                     "when it was tried, and returns a part of the sequence: leave out sequence"

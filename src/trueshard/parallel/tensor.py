@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.model.names import Held, nearest
+from trueshard.model.names import Held, Index, nearest
 from trueshard.model.regions import rows_of
 from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.sequence import Parts, parts_of, split_children
@@ -30,7 +30,7 @@ from trueshard.plans import Plan
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
+def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     """Return ``plan`` with the sizes of a mesh, and the styles for this model; nothing is touched.
 
     Raises:
@@ -38,12 +38,12 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     """
     requested = plan.tensor > 1 or bool(plan.styles)
     plan = dataclasses.replace(plan, tensor=sizes.get("tensor", 1))
-    if (mesh := arrived_on(root)) is not None:
+    if (mesh := arrived_on(index)) is not None:
         if requested or plan.tensor > 1:
             raise ValueError(
                 "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
             )
-        _refuse_later_adapters(root)
+        _refuse_later_adapters(index)
         return dataclasses.replace(plan, tensor=mesh.size())
     if plan.tensor == 1:
         if plan.styles:
@@ -52,30 +52,30 @@ def resolve(root: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             )
         return plan
     given_styles = dict(plan.styles)
-    styles = given_styles or own_styles(root)
+    styles = given_styles or own_styles(index)
     if unknown := next(((glob, word) for glob, word in styles.items() if word not in STYLES), None):
         raise ValueError(
             f"tensor: {unknown[1]!r}, for {unknown[0]!r}, is no style.{nearest(unknown[1], STYLES)} Styles: "
             f"{', '.join(sorted(STYLES))}"
         )
     if not given_styles:
-        styles = styles | _of_parted_ties(root, by_name(root, plan, styles, strict=False))
-    style_of = by_name(root, plan, styles, strict=bool(given_styles))
+        styles = styles | _of_parted_ties(index, by_name(index, plan, styles))
+    style_of = by_name(index, plan, styles, strict=bool(given_styles))
     if all(STYLES[word].dim is None for word in style_of.values()):
         raise ValueError(
-            f"tensor: the plan of {type(root).__name__} cuts none of its matrices: give styles of your own"
+            f"tensor: the plan of {type(index.root).__name__} cuts none of its matrices: give styles of your own"
         )
-    _refuse(root, plan, style_of)
+    _refuse(index, plan, style_of)
     return dataclasses.replace(plan, styles=styles)
 
 
-def arrived_on(root: nn.Module) -> DeviceMesh | None:
+def arrived_on(index: Index) -> DeviceMesh | None:
     """Return the mesh over which the parameters of an unsharded model are cut already; None if they are whole.
 
     Raises ValueError for meshes of several dimensions, or more than one.
     """
     meshes: dict[DeviceMesh, str] = {}
-    for held in names.held_tensors(root, "parameters"):
+    for held in index.parameters:
         if isinstance(held.tensor, DTensor):
             meshes.setdefault(held.tensor.device_mesh, held.name)
     for mesh, name in meshes.items():
@@ -88,17 +88,16 @@ def arrived_on(root: nn.Module) -> DeviceMesh | None:
     return next(iter(meshes), None)
 
 
-def own_styles(root: nn.Module) -> dict[str, str]:
+def own_styles(index: Index) -> dict[str, str]:
     """Return the styles of the model's own plan, by globs over its names; raise ValueError if it has none."""
-    for name, module in names.named_modules(root):
+    for name, module in index.modules.items():
         if own_plan := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
             styles = {f"{name}.{glob}" if name else glob: word for glob, word in own_plan.items()}
-            all_names = _names(root)
             # As a user would give them.
-            return {glob: word for glob, word in styles.items() if _matching(glob, all_names)}
+            return {glob: word for glob, word in styles.items() if _matching(glob, index.all_names)}
     raise ValueError(
-        f"tensor: {type(root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the styles of "
-        'its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
+        f"tensor: {type(index.root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the "
+        'styles of its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
     )
 
 
@@ -106,44 +105,37 @@ def is_shared(root: nn.Module, plan: Plan, module: nn.Module) -> bool:
     """Return True if ``tensor`` ranks share ``module`` of a model with this plan."""
     if plan.tensor == 1:
         return False
-    styles = by_name(root, plan, plan.styles, strict=False)
-    return any(name in styles for name, other in names.named_modules(root) if other is module)
+    index = Index(root)
+    styles = by_name(index, plan, plan.styles)
+    return any(name in styles for name, other in index.modules.items() if other is module)
 
 
-def _of_parted_ties(root: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+def _of_parted_ties(index: Index, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
     result: dict[str, str] = {}
-    for held in names.held_tensors(root, "parameters"):
+    for held in index.parameters:
         dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
         if len(dims) > 1:
             result |= {name.rpartition(".")[0]: REPLICATE for name in held.names}
     return result
 
 
-def by_name(root: nn.Module, plan: Plan, styles: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
+def by_name(index: Index, plan: Plan, styles: Mapping[str, str], *, strict: bool = False) -> dict[str, str]:
     """Return name of a module or parameter → style: that of the last glob that matches.
 
     Experts that ranks share out have none: each is a whole matrix.
     """
     prefixes = tuple(f"{name}." for name in plan.modules_apart)
-    modules = dict(names.named_modules(root))
-    all_names = _names(root)
     result: dict[str, str] = {}
     for glob, word in styles.items():
-        hits = _matching(glob, all_names)
+        hits = _matching(glob, index.all_names)
         if strict and not hits:
-            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, all_names)}")
+            raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, index.all_names)}")
         result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(prefixes)), word)
     for name in list(result):
-        if hasattr(modules.get(name), "lora_A"):
-            result |= _of_adapter(name, modules[name], result.pop(name))
+        if hasattr(index.modules.get(name), "lora_A"):
+            result |= _of_adapter(name, index.modules[name], result.pop(name))
     return result
-
-
-def _names(root: nn.Module) -> list[str]:
-    """Return the names of all modules and parameters."""
-    parameters = (name for held in names.held_tensors(root, "parameters") for name in held.names)
-    return [*(name for name, _ in names.named_modules(root)), *parameters]
 
 
 def _matching(glob: str, all_names: list[str]) -> list[str]:
@@ -164,9 +156,9 @@ def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
 # What cannot be shared
 
 
-def _refuse_later_adapters(root: nn.Module) -> None:
+def _refuse_later_adapters(index: Index) -> None:
     """Raise ValueError for LoRA matrices of the size of a rank's part: each rank would train its own as a copy."""
-    for name, layer in names.named_modules(root):
+    for name, layer in index.modules.items():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
         if not isinstance(weight, DTensor) or weight.ndim != 2:
             continue
@@ -179,13 +171,13 @@ def _refuse_later_adapters(root: nn.Module) -> None:
                 )
 
 
-def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
-    modules, ranks = dict(names.named_modules(root)), plan.tensor
+def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
+    ranks = plan.tensor
     for name, word in styles.items():
-        if name in modules:
-            _refuse_module(name, modules[name], word, ranks)
+        if name in index.modules:
+            _refuse_module(name, index.modules[name], word, ranks)
     replicated = {parameter.name for parameter in plan.replicated}
-    for held in names.held_tensors(root, "parameters"):
+    for held in index.parameters:
         placements = [_placement(held, i, styles) for i in range(len(held.places))]
         dims = {getattr(placement, "dim", None) for placement in placements}
         if len(dims) > 1:
@@ -205,10 +197,10 @@ def _refuse(root: nn.Module, plan: Plan, styles: Mapping[str, str]) -> None:
                 f"tensor={ranks} is too many for {held.name!r} of shape {tuple(held.tensor.shape)}, of which a rank "
                 f"would have nothing along dimension {dim}"
             )
-    _refuse_heads(root, styles, ranks)
-    refuse_random(root, "tensor", ranks)
+    _refuse_heads(index.modules, styles, ranks)
+    refuse_random(index, "tensor", ranks)
     if plan.sequence:
-        parts_of(root, plan, styles)
+        parts_of(index.modules, plan, styles)
 
 
 def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
@@ -227,9 +219,8 @@ def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
         )
 
 
-def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+def _refuse_heads(modules: Mapping[str, nn.Module], styles: Mapping[str, str], ranks: int) -> None:
     """Raise ValueError where the ranks would share a head of attention."""
-    modules = dict(names.named_modules(root))
     for name, word in styles.items():
         width = getattr(modules.get(name), "out_features", None)
         owner: Any = modules.get(name.rpartition(".")[0])
@@ -243,9 +234,9 @@ def _refuse_heads(root: nn.Module, styles: Mapping[str, str], ranks: int) -> Non
             )
 
 
-def refuse_random(root: nn.Module, axis: str, ranks: int) -> None:
+def refuse_random(index: Index, axis: str, ranks: int) -> None:
     """Raise ValueError for what is drawn at random, or summed over a batch, inside a module that ranks share."""
-    for name, module in names.named_modules(root):
+    for name, module in index.modules.items():
         if isinstance(module, _DROPOUT) and module.p > 0:
             raise ValueError(
                 f"{axis}={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share its work would "
@@ -254,7 +245,7 @@ def refuse_random(root: nn.Module, axis: str, ranks: int) -> None:
         rate = getattr(module, "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             raise ValueError(f"{axis}={ranks}: {name!r} has attention_dropout={rate}; set it to 0")
-    config = getattr(names.unwrap(root), "config", None)
+    config = getattr(index.root, "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"{axis}: a loss that balances routers is not the same on several ranks: set output_router_logits=False"
@@ -274,18 +265,18 @@ def _style_of(parameter: str, styles: Mapping[str, str]) -> Style:
     return STYLES[styles.get(parameter) or styles.get(parameter.rpartition(".")[0], REPLICATE)]
 
 
-def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh, last_input: LastInput) -> Parts | None:
-    """Cut the parameters of ``root``, and let its modules compute with this rank's parts, in place.
+def cut(index: Index, plan: Plan, mesh: DeviceMesh, last_input: LastInput) -> Parts | None:
+    """Cut the parameters of a model, and let its modules compute with this rank's parts, in place.
 
     ``last_input``: made for this model; the caller lets it ``forget()`` at the end of each pass.
 
     Returns what computes on parts of sequences.
     """
-    styles = by_name(root, plan, plan.styles or _reduced_by_hooks(root), strict=False)
+    styles = by_name(index, plan, plan.styles or _reduced_by_hooks(index))
     replicated = {parameter.name for parameter in plan.replicated}
-    parts = parts_of(root, plan, styles) if plan.sequence else None
+    parts = parts_of(index.modules, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
-    for held in names.held_tensors(root, "parameters"):
+    for held in names.held_tensors(index.root, "parameters"):  # not the index's: experts may have been cut since
         if held.name in replicated or isinstance(held.tensor, DTensor):
             continue
         old: Any = held.tensor
@@ -297,23 +288,23 @@ def cut(root: nn.Module, plan: Plan, mesh: DeviceMesh, last_input: LastInput) ->
             sums.setdefault(module, set()).update([attribute] if is_sum else [])
     for module, attributes in sums.items():
         compute_with_parts(module, attributes)
-    for name, module in names.named_modules(root):
+    for name, module in index.modules.items():
         if name in styles:
             if (prepare := STYLES[styles[name]].prepare) is not None:
-                prepare(root, module)
+                prepare(index.root, module)
             share_forward(module, styles[name], mesh, last_input, in_block=parts is not None and parts.scatters(name))
     if parts is not None:
-        split_children(root, parts, mesh.get_group())
+        split_children(index.modules, parts, mesh.get_group())
     return parts
 
 
-def _reduced_by_hooks(root: nn.Module) -> dict[str, str]:
+def _reduced_by_hooks(index: Index) -> dict[str, str]:
     """Return modules of a model that arrives cut whose gradients transformers sums in a hook, and remove that hook.
 
     It would sum them again with each microbatch.
     """
     result = {}
-    for name, module in names.named_modules(root):
+    for name, module in index.modules.items():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
             del module.__dict__["forward"]

@@ -193,7 +193,7 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
         raise ValueError("units: a stage of a pipeline has the units that shard() chooses; leave out units")
     with quietly(), _torch.fake_tensors():
         model = job.workload.model()
-        plan = engine.resolve(model, job.plan or job.choices, job.ranks)
+        plan = engine.resolve(names.Index(model), job.plan or job.choices, job.ranks)
         pipe.check(job.accumulation, blocks := blocks_of(model, plan))
         root = cast(Any, names.unwrap(model))
         width = int(root.get_input_embeddings().weight.shape[1])

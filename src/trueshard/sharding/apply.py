@@ -26,7 +26,7 @@ from trueshard._torch import ShardedModule
 from trueshard.distributed import Axes, device_of
 from trueshard.model import names, registry
 from trueshard.model.intent import attributes_of
-from trueshard.model.names import Held
+from trueshard.model.names import Held, Index
 from trueshard.model.snapshot import Snapshot
 from trueshard.optim.rebind import shard_like
 from trueshard.parallel import experts
@@ -68,14 +68,14 @@ def apply(
     root = names.unwrap(model)
     runtime = Runtime(root, plan, axes)
     registry.add(runtime, [patch.install for patch in PATCHES])
-    modules = dict(names.named_modules(root))
-    originals = names.held_tensors(root, "parameters")
+    index = Index(root)
+    modules, originals = index.modules, index.parameters
     replicated = {whole.name for whole in plan.replicated}
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}
     _prepare_tensors(originals, whole, device_of(mesh))
-    arrived = arrived_on(root)
+    arrived = arrived_on(index)
     if plan.experts > 1:
-        experts.cut(root, plan, axes)
+        experts.cut(modules, plan, axes)
     shared = axes.along.get("tensor") or arrived
     # Gathered, a parameter is on the axis along which it is cut, alone.
     runtime.meshes |= {*axes.along.values(), *([shared] if shared is not None else [])}
@@ -83,13 +83,13 @@ def apply(
     if shared is not None:
         last_input = LastInput()
         runtime.after_pass.append(last_input.forget)
-        parts = cut(root, plan, shared, last_input)
+        parts = cut(index, plan, shared, last_input)
     if "context" in axes.along and plan.context > 1:
         share_attention(root, axes.along["context"])
     for unit in plan.units:
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan, parts)
     if shared is not None and parts is not None:
-        split_ends(root, parts, shared.get_group())
+        split_ends(modules, parts, shared.get_group())
     # [Note: Order of application]
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)

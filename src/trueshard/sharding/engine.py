@@ -17,7 +17,7 @@ from trueshard._torch import ShardedModule
 from trueshard.axes import AXES
 from trueshard.model import agreement, experts, intent, names, policies, registry
 from trueshard.model.intent import refuse
-from trueshard.model.names import Held
+from trueshard.model.names import Index
 from trueshard.model.snapshot import Snapshot
 from trueshard.model.units import Grouping, choose_units
 from trueshard.optim.classify import classify, manner, refusal
@@ -48,12 +48,13 @@ def shard(
     try:
         with agreement.together(mesh):
             names.hide_wrappers(model)
-            before, parameters, buffers = intent.capture(model, optimizers)
-            refuse(names.unwrap(model), parameters, buffers)
-            resolved = resolve(model, how, tuple(axes.data.shape))
+            index = Index(model)
+            before = intent.capture(index, optimizers)
+            refuse(index)
+            resolved = resolve(index, how, tuple(axes.data.shape))
             for axis in reversed(AXES):  # from the innermost outwards: one may read what an inner one has resolved
-                resolved = axis.resolved(names.unwrap(model), resolved, axes.sizes)
-            exact.refuse(names.unwrap(model), resolved)
+                resolved = axis.resolved(index, resolved, axes.sizes)
+            exact.refuse(index.root, resolved)
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
             verdicts = [classify(optimizer, exact=bool(resolved.exact)) for optimizer in optimizers]
@@ -62,19 +63,19 @@ def shard(
         facts += exact.kernels(axes.data) if resolved.exact else []
         facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
-        hooked = [p.name for p in parameters if _torch.gradient_hooks(p.tensor)[0]]
+        hooked = [p.name for p in index.parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
-            _equalise(parameters, buffers, optimizers, mesh)
+            _equalise(index, optimizers, mesh)
             new_of = apply.apply(model, resolved, axes, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [group.is_rows for group in verdict])
-            after, *_ = intent.capture(model, optimizers)
+            after = intent.capture(Index(model), optimizers)
             if words := intent.difference(before, after):
                 raise RuntimeError(f"sharding would change the model: {words}")
             _warn(model, resolved, axes.data)
             replaced = sharded(model).replaced
-            for parameter in parameters:
+            for parameter in index.parameters:
                 if new_of[id(parameter.tensor)] is not parameter.tensor:
                     replaced[parameter.tensor] = parameter.name
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
@@ -124,13 +125,12 @@ def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
         check_options(how)
 
 
-def resolve(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
+def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
     """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
-    root = names.unwrap(model)
     plan, units = (Plan.of(how), how.units) if isinstance(how, Options) else (how, "auto")
-    exact.check_globs(root, plan)
+    exact.check_globs(index, plan)
     if plan.units:
-        grouped = Grouping.of_plan(root, plan).units()
+        grouped = Grouping.of_plan(index, plan).units()
         for unit in grouped:
             planned = plan.unit(unit.name)
             if (unit.parameters, unit.dtype) != (planned.parameters, planned.dtype):
@@ -144,28 +144,26 @@ def resolve(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Pl
         return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1])
     # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
     # break, and not where the root stays gathered to the end of backward anyway.
-    compiled = root is not model or _torch.is_compiled_in_place(root)
-    grouping = Grouping(root)
+    compiled = index.root is not index.model or _torch.is_compiled_in_place(index.root)
+    grouping = Grouping(index)
     # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
     heads = units == "auto" and not compiled and not plan.pipeline
     grouping.choose(
-        choose_units(root, units),
+        choose_units(index, units),
         split_embeddings=policies.frees_root(plan.reshard_after_forward) and not compiled,
         split_head=heads,
-        experts=experts.shared_out(root, plan.experts),
+        experts=experts.shared_out(index, plan.experts),
     )
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
     return policies.apply_words(plan, ranks[-1])
 
 
-def _equalise(
-    parameters: list[Held], buffers: list[Held], optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh
-) -> None:
+def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
     """Take rank 0's values where ranks were initialised differently, with a warning."""
-    name_of = {held.tensor: held.name for held in parameters}
+    name_of = {held.tensor: held.name for held in index.parameters}
     kinds = {
-        "parameters": [(held.name, held.tensor) for held in parameters],
-        "buffers": [(held.name, held.tensor) for held in buffers],
+        "parameters": [(held.name, held.tensor) for held in index.parameters],
+        "buffers": [(held.name, held.tensor) for held in index.buffers],
         "gradients": [(name, tensor.grad) for tensor, name in name_of.items() if tensor.grad is not None],
         "tensors of optimizer state": [
             (f"{name_of[parameter]}.{key}", value)

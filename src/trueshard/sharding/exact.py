@@ -33,7 +33,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
-from trueshard.model import names
+from trueshard.model.names import Index
 from trueshard.optim.exact import DIGITS, below, largest_of, to_grid
 from trueshard.options import EXPONENTS
 from trueshard.plans import Plan
@@ -50,11 +50,11 @@ SHOWN = 3
 """Parameters that a message names."""
 
 
-def check_globs(root: nn.Module, plan: Plan) -> None:
+def check_globs(index: Index, plan: Plan) -> None:
     """Raise ValueError for a glob of ``exact`` that matches no parameter."""
     if not isinstance(plan.exact, Mapping) or plan.pipeline:  # a stage has some of the parameters, and is refused
         return
-    present = [name for name, *_ in names.named_tensors(root, "parameters")]
+    present = [name for held in index.parameters for name in held.names]
     for glob in plan.exact:
         if not any(fnmatch.fnmatchcase(name, glob) for name in present):
             shown = ", ".join(map(repr, present[:8]))

@@ -138,7 +138,7 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
     """Return the mask of the whole sequences as the model would make it: a tensor, or one for each kind of layer."""
     from transformers.masking_utils import create_masks_for_generate
 
-    model = language_model(runtime.root)
+    model = language_model(names.Index(runtime.root))
     trial = mask_trial(model)
     ids, given_mask = batch["input_ids"], batch.get("attention_mask")
     dtype = runtime.compute_dtype or model.dtype

@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard.checkpoint.hashing import hash_here
 from trueshard.checkpoint.inspecting import Inspected
-from trueshard.model import intent
-from trueshard.model.names import unwrap
+from trueshard.model.names import Index
 from trueshard.optim.trial import leaves
 
 SHAKE = 8.0
@@ -260,15 +259,15 @@ which each says something of several things by their names, in order."""
 
 
 def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
-    _, parameters, buffers = intent.capture(model, optimizers)
-    held = (*parameters, *buffers)
-    name_of = {id(parameter.tensor): parameter.name for parameter in parameters}
+    index = Index(model)
+    held = (*index.parameters, *index.buffers)
+    name_of = {id(parameter.tensor): parameter.name for parameter in index.parameters}
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    names += [f"state_dict: {key}" for key in unwrap(model).state_dict(keep_vars=True)]
+    names += [f"state_dict: {key}" for key in index.root.state_dict(keep_vars=True)]
     return {
         "names": dict.fromkeys(names),
         "dtypes": {each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
-        "trainability": {parameter.name: parameter.tensor.requires_grad for parameter in parameters},
+        "trainability": {parameter.name: parameter.tensor.requires_grad for parameter in index.parameters},
         "ties": {" = ".join(each.names): list(each.names) for each in held if len(each.names) > 1},
         "membership": {
             f"{type(optimizer).__name__} {number}, group {place}: {key!r}": (

@@ -13,6 +13,7 @@ from torch import nn
 
 from trueshard.errors import one_line
 from trueshard.model import names
+from trueshard.model.names import Index
 from trueshard.model.units import choose_units
 
 Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
@@ -138,7 +139,7 @@ def _muon(
     model: nn.Module, parameters: list[tuple[str, nn.Parameter]], settings: dict[str, Any]
 ) -> list[torch.optim.Optimizer]:
     """Make Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases, as its author does."""
-    blocks = tuple(f"{name}." for name in choose_units(model, "auto"))
+    blocks = tuple(f"{name}." for name in choose_units(Index(model), "auto"))
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

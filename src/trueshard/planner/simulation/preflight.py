@@ -162,7 +162,7 @@ def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> P
     """Shorten the model in place to ``_BLOCKS`` of each run; return its plan, None if there is no run."""
     names.hide_wrappers(model)
     try:
-        resolved = engine.resolve(model, how, ranks)
+        resolved = engine.resolve(names.Index(model), how, ranks)
     except (ValueError, TypeError):  # shard() will raise it
         return None
     runs = find_runs(model, resolved)

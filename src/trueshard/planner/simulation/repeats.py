@@ -78,7 +78,7 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
         for unit in plan.units
         for name in unit.modules
     }
-    styles = by_name(root, plan, plan.styles) if plan.tensor > 1 else {}
+    styles = by_name(names.Index(root), plan, plan.styles) if plan.tensor > 1 else {}
     uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
     tied = {parameter for parameter, count in uses.items() if count > 1}
     runs: list[Run] = []

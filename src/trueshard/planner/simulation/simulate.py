@@ -225,7 +225,8 @@ class Simulator:
         model = self.model
         job = Job(self.workload, ranks, plan=how) if isinstance(how, Plan) else Job(self.workload, ranks, choices=how)
         with self._mode:
-            return resolve_tensor(names.unwrap(model), engine.resolve(model, how, ranks), job.axes)
+            index = names.Index(model)
+            return resolve_tensor(index, engine.resolve(index, how, ranks), job.axes)
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""

@@ -342,7 +342,7 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
         if id(module) in owners:
             owners[id(module)](module)
 
-    for name, module, below in list(_pieces(twin, "", set(choose_units(twin, "auto")))):
+    for name, module, below in list(_pieces(twin, "", set(choose_units(names.Index(twin), "auto")))):
         if not below and not _leaves_children(module, owners):
             return False
         module.to_empty(device=device, recurse=below)
