@@ -14,11 +14,10 @@ import pytest
 import forks
 from messages import lacking
 from running import environment
+from trueshard import doctor as examined
 from trueshard import machine
 from trueshard.cli import main
-from trueshard.doctor import processes, system
-from trueshard.doctor.examine import Report
-from trueshard.doctor.system import Finding
+from trueshard.doctor import Finding, Report, processes
 
 FACTS: dict[str, Any] = {
     "version": "2.13.0",
@@ -140,7 +139,7 @@ def test_more_processes_than_the_machine_can_try_are_refused(capsys: Any) -> Non
     ],
 )
 def test_torch_beside_the_releases_that_are_tested(version: str, level: str, says: str) -> None:
-    torch = named(list(system.versions({**FACTS, "version": version})), "torch")
+    torch = named(list(examined.versions({**FACTS, "version": version})), "torch")
     assert torch.level == level
     assert says in torch.says
 
@@ -172,7 +171,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_package_that_is_too_old_is_a_problem_with_its_remedy() -> None:
-    found = list(system.versions(FACTS))
+    found = list(examined.versions(FACTS))
     assert named(found, "numpy").level == "ok"
     assert named(found, "rich").level == "problem"
     assert named(found, "rich").remedy == "pip install 'rich>=9000'"
@@ -181,30 +180,30 @@ def test_a_package_that_is_too_old_is_a_problem_with_its_remedy() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_what_an_extra_lacks_is_named_with_how_to_install_it() -> None:
-    small, large = system.by_extra()
+    small, large = examined.by_extra()
     assert small == Finding("small", "missing: nobody-has-this", "note", "pip install 'trueshard[small]'")
     assert large.level == "warning"
     assert large.remedy == "pip install 'trueshard[large]'"
     assert "wants >=9000" in large.says
-    assert [need.name for need in system.needs("large")] == ["nobody-has-this", "pytest", "psutil"]
+    assert [need.name for need in examined.needs("large")] == ["nobody-has-this", "pytest", "psutil"]
 
 
 def test_links_between_gpus_are_counted_from_the_fastest() -> None:
-    assert list(system.links(TOPOLOGY).items()) == [("NVLink (NV12)", 2), ("PCIe across CPU sockets", 4)]
-    assert system.links("no devices were found") == {}
+    assert list(examined.links(TOPOLOGY).items()) == [("NVLink (NV12)", 2), ("PCIe across CPU sockets", 4)]
+    assert examined.links("no devices were found") == {}
 
 
 def test_a_torch_for_gpus_that_sees_none_is_a_warning() -> None:
-    gpu = named(list(system.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "gpu")
+    gpu = named(list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "gpu")
     assert gpu.level == "warning"
     assert "CUDA_VISIBLE_DEVICES" in gpu.remedy
-    warned = named(list(system.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "torch says")
+    warned = named(list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "torch says")
     assert warned.says == "the driver is too old"
 
 
 def test_gpus_are_shown_with_their_memory() -> None:
     gpu = {"name": "NVIDIA H200", "memory": 141 * 2**30, "bf16": True}
-    found = list(system.devices({**FACTS, "cuda": "13.0", "gpus": [gpu]}))
+    found = list(examined.devices({**FACTS, "cuda": "13.0", "gpus": [gpu]}))
     assert named(found, "gpu 0") == Finding("gpu 0", "NVIDIA H200, 141.0 GiB")
 
 
@@ -221,15 +220,15 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "SHARED_ENOUGH", 2**60)
-    found = named(list(system.host()), str(system.SHARED))
+    monkeypatch.setattr(examined, "SHARED_ENOUGH", 2**60)
+    found = named(list(examined.host()), str(examined.SHARED))
     assert found.level == "warning"
     assert "--shm-size" in found.remedy
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiler = named(list(system.host()), "compiler")
+    compiler = named(list(examined.host()), "compiler")
     assert compiler.level == "note"
     assert "CXX=no-such-compiler" in compiler.says
 
@@ -244,7 +243,7 @@ def test_the_environment_is_fit_to_be_shown() -> None:
         "PATH": "/usr/bin",
         "AWS_SECRET_ACCESS_KEY": "secret-key",
     }
-    found = {each.name: each for each in system.environment(variables)}
+    found = {each.name: each for each in examined.environment(variables)}
     assert set(found) == {"HF_TOKEN", "HF_HOME", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"}
     assert found["HF_TOKEN"].says == "(set)"
     assert found["HF_HOME"].says == "~/models"
@@ -253,9 +252,9 @@ def test_the_environment_is_fit_to_be_shown() -> None:
 
 
 def test_a_rank_without_a_launcher_is_a_problem() -> None:
-    *_, last = system.environment({"RANK": "0"})
+    *_, last = examined.environment({"RANK": "0"})
     assert last.level == "problem"
-    assert list(system.environment({"RANK": "0", "MASTER_ADDR": "a"}))[-1].level == "note"
+    assert list(examined.environment({"RANK": "0", "MASTER_ADDR": "a"}))[-1].level == "note"
 
 
 def test_only_problems_stop_training() -> None:

@@ -241,7 +241,7 @@ def doctor(
     Looks at versions, devices and their links, the host, the environment and the extras, and lets real processes
     gather, reduce and take a sharded step. The output is fit to be pasted into a report.
     """
-    from trueshard.doctor.examine import report
+    from trueshard.doctor import report
 
     if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))):
         return  # under a launcher, one process speaks for the machine
