@@ -103,15 +103,56 @@ def plan(layers: int = 3, width: int = 4096) -> Plan:
 def trace(of: Plan, ranks: int = 8, tokens: int = 16384, kernels: int = 12) -> Trace:
     """A step of `of` as FSDP2 would make it, in the rough: gather, compute, free; gather, compute, reduce."""
     writer = Writer()
+    gathered: dict[str, int] = {}
+    kept: dict[str, list[int]] = {}
+
+    def gather(unit: Unit) -> None:
+        flat = writer.take(unit.parameters * 2, "communication", unit.name, "all-gather output")
+        writer.communicate("all_gather", "all_gather", unit.parameters * 2 * (ranks - 1) // ranks, unit.name, ranks)
+        gathered[unit.name] = writer.take(unit.parameters * 2, "gathered", unit.name, f"{unit.name}.weight")
+        writer.give(flat)
+
+    def compute(unit: Unit, number: int, passes: int, *, recomputed: bool = False) -> None:
+        """Every second kernel is a product, and does the work of two."""
+        flops = passes * 2 * unit.parameters * tokens * (number % 2) * 2 // kernels
+        writer.compute("aten.mm" if number % 2 else "aten.mul", flops, recomputed=recomputed)
+
+    def forward(unit: Unit) -> None:
+        writer.at("forward", unit.name)
+        gather(unit)
+        kept[unit.name] = []
+        for number in range(kernels):
+            what = "aten.mm" if number % 2 else "aten.mul"
+            kept[unit.name].append(writer.take(tokens * 4096 * 2, "activations", what=what, shape=(tokens, 4096)))
+            compute(unit, number, 1)
+        if unit.reshard_after_forward:
+            writer.give(gathered.pop(unit.name))
+
+    def backward(unit: Unit) -> int:
+        """Return the storage of the gradient's shard."""
+        writer.at("backward", unit.name)
+        if unit.name not in gathered:
+            gather(unit)
+        size, name = unit.parameters * 4, f"{unit.name}.weight"
+        gradient = writer.take(size // 2, "gradients", what=name)
+        for number, storage in enumerate(reversed(kept.pop(unit.name))):
+            compute(unit, number, 2, recomputed=number == 1)
+            writer.give(storage)
+        writer.give(gathered.pop(unit.name))
+        reduced = writer.take(size, "communication", what="reduce-scatter input", dtype="float32")
+        writer.give(gradient)
+        writer.communicate("reduce_scatter", "reduce_scatter", size * (ranks - 1) // ranks, unit.name, ranks)
+        shard = writer.take(size // ranks, "gradients", what=f"{name} shard", dtype="float32")
+        writer.give(reduced)
+        return shard
+
     for unit in of.units:
         writer.rest(unit.bytes // ranks, "parameters", unit.name, f"{unit.name}.weight")
         writer.rest(unit.bytes * 2 // ranks, "optimizer", unit.name, f"{unit.name}.weight exp_avg, exp_avg_sq")
     writer.take(tokens * 8, "inputs", what="input_ids", shape=(2, tokens // 2), dtype="int64")
-    gathered: dict[str, int] = {}
-    kept: dict[str, list[int]] = {}
     for unit in of.units:
-        _forward(writer, unit, gathered, kept, tokens, kernels, ranks)
-    shards = [_backward(writer, unit, gathered, kept, ranks, kernels, tokens) for unit in reversed(of.units)]
+        forward(unit)
+    shards = [backward(unit) for unit in reversed(of.units)]
     writer.at("optimizer", "")
     for unit, shard in zip(reversed(of.units), shards, strict=True):
         update = writer.take(unit.bytes // ranks, "temporary", unit.name, "aten._fused_adamw_", (), "float32")
@@ -119,60 +160,6 @@ def trace(of: Plan, ranks: int = 8, tokens: int = 16384, kernels: int = 12) -> T
         writer.give(update)
         writer.give(shard)
     return writer.trace
-
-
-def _gather(writer: Writer, unit: Unit, gathered: dict[str, int], ranks: int) -> None:
-    flat = writer.take(unit.parameters * 2, "communication", unit.name, "all-gather output")
-    writer.communicate("all_gather", "all_gather", unit.parameters * 2 * (ranks - 1) // ranks, unit.name, ranks)
-    gathered[unit.name] = writer.take(unit.parameters * 2, "gathered", unit.name, f"{unit.name}.weight")
-    writer.give(flat)
-
-
-def _forward(
-    writer: Writer,
-    unit: Unit,
-    gathered: dict[str, int],
-    kept: dict[str, list[int]],
-    tokens: int,
-    kernels: int,
-    ranks: int,
-) -> None:
-    writer.at("forward", unit.name)
-    _gather(writer, unit, gathered, ranks)
-    kept[unit.name] = []
-    for number in range(kernels):
-        op = "aten.mm" if number % 2 else "aten.mul"
-        made = writer.take(tokens * 4096 * 2, "activations", what=op, shape=(tokens, 4096))
-        kept[unit.name].append(made)
-        writer.compute(op, 2 * unit.parameters * tokens * (number % 2) * 2 // kernels)
-    if unit.reshard_after_forward:
-        writer.give(gathered.pop(unit.name))
-
-
-def _backward(
-    writer: Writer,
-    unit: Unit,
-    gathered: dict[str, int],
-    kept: dict[str, list[int]],
-    ranks: int,
-    kernels: int,
-    tokens: int,
-) -> int:
-    writer.at("backward", unit.name)
-    if unit.name not in gathered:
-        _gather(writer, unit, gathered, ranks)
-    gradient = writer.take(unit.parameters * 2, "gradients", what=f"{unit.name}.weight")
-    for number, storage in enumerate(reversed(kept.pop(unit.name))):
-        flops = 4 * unit.parameters * tokens * (number % 2) * 2 // kernels
-        writer.compute("aten.mm" if number % 2 else "aten.mul", flops, recomputed=number == 1)
-        writer.give(storage)
-    writer.give(gathered.pop(unit.name))
-    reduced = writer.take(unit.parameters * 4, "communication", what="reduce-scatter input", dtype="float32")
-    writer.give(gradient)
-    writer.communicate("reduce_scatter", "reduce_scatter", unit.parameters * 4 * (ranks - 1) // ranks, unit.name, ranks)
-    shard = writer.take(unit.parameters * 4 // ranks, "gradients", what=f"{unit.name}.weight shard", dtype="float32")
-    writer.give(reduced)
-    return shard
 
 
 def timeline(of: Trace) -> Timeline:

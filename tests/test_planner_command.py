@@ -234,12 +234,12 @@ def test_a_plan_holds_every_choice(refused: Said, folder: Path) -> None:
 
 @pytest.mark.rest
 def test_sliders_have_a_forecast_for_each_position(said: Said, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trueshard.planner import grid
+    from trueshard.planner import choose_plan
 
     def sizes(ranks: int, sequence: int, microbatch: int) -> list[str]:
         return ["--ranks", str(ranks), "--sequence", str(sequence), "--microbatch", str(microbatch)]
 
-    monkeypatch.setattr(grid, "FACTORS", (1, 2))
+    monkeypatch.setattr(choose_plan, "FACTORS", (1, 2))
     said("tiny", *FEW, *sizes(2, 32, 1), "--html", "plan.html", "--sliders")
     data = re.search(r'id="data">(.*?)</script>', (folder / "plan.html").read_text(), re.DOTALL)
     assert data

@@ -16,9 +16,10 @@ import studies
 from studies import Writer
 from trueshard.files import replace_text
 from trueshard.planner import ledger
-from trueshard.planner.report import compare_page, page
+from trueshard.planner.ledger import Series
+from trueshard.planner.report import page
 from trueshard.planner.timeline import Gap, Span, Timeline
-from trueshard.planner.trace import KINDS
+from trueshard.planner.trace import KINDS, Allocation, Communication, EventPlace, Free, Kernel, Trace
 from trueshard.planner.workload import Study
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
@@ -113,18 +114,8 @@ def test_a_long_step_makes_a_light_page() -> None:
     for number in range(40_000):
         writer.at("forward" if number < 20_000 else "backward", f"model.layers.{number * 126 // 40_000}")
         kept.append(writer.take(1000 + number * 7919 % 100_000, KINDS[number % len(KINDS)], what=f"op{number % 50}"))
-        position = writer.compute("aten.mm", 10)
-        spans.append(
-            Span(
-                "compute",
-                number * 1e-4,
-                number * 1e-4 + 9e-5,
-                "aten.mm",
-                writer.place.phase,
-                writer.place.unit,
-                position,
-            )
-        )
+        position, place, start = writer.compute("aten.mm", 10), writer.place, number * 1e-4
+        spans.append(Span("compute", start, start + 9e-5, "aten.mm", place.phase, place.unit, position))
         if len(kept) > 500:
             writer.give(kept.pop(number * 31 % 500))
     time = Timeline(spans, 6.0, 5.4, 0.6)
@@ -149,6 +140,69 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert sum(parts.values()) == pytest.approx(data["seconds_of_step"], rel=1e-9) == forecast.step_seconds
     assert (parts["host"], parts["ranks"]) == pytest.approx((0.25, 0.75))
     assert parts["waiting"] == pytest.approx(waiting)
+
+
+# What a drawing leaves out, and what it never does
+
+
+def test_thinning_keeps_the_extremes_of_every_bucket() -> None:
+    random = np.random.default_rng(0)
+    values = random.integers(0, 10**9, 10_000)
+    values[[1234, 8765]] = 10**10, -1
+    curve = Series(np.arange(10_000) * 3, values)
+    kept = page.positions(curve, 50)
+    assert len(kept) <= 102
+    assert {0, 1234 * 3, 8765 * 3, 9999 * 3} <= set(kept.tolist())
+    for start in range(0, 10_000, 200):
+        bucket = values[start : start + 200]
+        mine = curve.at(kept[(kept >= start * 3) & (kept < (start + 200) * 3)])
+        assert bucket.max() in mine
+        assert bucket.min() in mine
+    assert page.positions(curve, 5000) is curve.positions
+
+
+def test_runs_say_where_a_sequence_changes() -> None:
+    assert page.runs(np.array([5, 5, 7, 7, 7, 0])) == [0, 5, 2, 7, 5, 0]
+
+
+def test_memory_is_drawn_when_the_compute_stream_gets_there() -> None:
+    place = EventPlace("forward", "a")
+    trace = Trace(
+        [
+            Allocation(place, 0, 8),
+            Kernel(place, "aten.mm", 1, 0, 0, ""),
+            Allocation(place, 1, 8),
+            Kernel(place, "aten.mm", 1, 0, 0, ""),
+            Free(place, 0, 8),
+        ]
+    )
+    timeline = Timeline(
+        [Span("compute", 0.1, 0.5, "mm", "forward", "a", 1), Span("compute", 0.5, 0.9, "mm", "forward", "a", 3)], 1.0
+    )
+    positions = ledger.curve(trace).total.positions
+    assert page.seconds_at(timeline, positions).tolist() == [0.0, 0.0, 0.5, 0.9]
+
+
+def test_short_spans_are_put_together_and_stay_as_busy() -> None:
+    place = EventPlace("forward", "a")
+    trace = Trace([Kernel(place, "aten.mm", 1, 0, 0, "", recomputed=i >= 900) for i in range(1000)])
+    names = ["aten.mm" if i % 10 else "aten.mul" for i in range(1000)]
+    spans = [
+        Span("compute", i * 1e-3, i * 1e-3 + 5e-4, name, "forward", f"layers.{i // 100}", i)
+        for i, name in enumerate(names)
+    ]
+    spans.append(Span("all_gather", 0.0, 0.5, "all_gather", "forward", "layers.0", 1000))
+    trace.events.append(Communication(place, "all_gather", "all_gather", 8, 1, 7, 8, "float32"))
+    timeline = Timeline(spans, 1.0)
+    compute, gathers = page.lanes(trace, timeline, limit=50)
+    assert len(compute["spans"]) <= 50
+    assert sum(span[2] for span in compute["spans"]) == pytest.approx(0.5)
+    assert sum(span[3] for span in compute["spans"]) == 1000
+    assert compute["units"] == [f"layers.{i}" for i in range(10)]
+    assert compute["groups"] == ["forward", "recompute"]
+    assert compute["names"] == ["aten.mm"]
+    assert (gathers["stream"], gathers["spans"]) == ("all_gather", [[0.0, 0.5, 0.5, 1, 0, 0, 0]])
+    assert len(page.lanes(trace, timeline, limit=2000)[0]["spans"]) == 1000
 
 
 # In a browser
@@ -364,7 +418,7 @@ def test_two_plans_stand_on_one_page(browser: chromium.Page, tmp_path: Path, sch
     faster = dataclasses.replace(plan.forecast, step_seconds=plan.forecast.step_seconds / 2, microbatch=7)
     other = dataclasses.replace(plan, reshard_after_forward="never", forecast=faster)
     file = tmp_path / "compare.html"
-    replace_text(file, compare_page.page([("one", plan), ("two", other)]))
+    replace_text(file, page.comparison([("one", plan), ("two", other)]))
     browser.scheme(scheme)
     browser.resize(1280, 1000)
     browser.open(file)
@@ -383,7 +437,7 @@ def test_two_plans_stand_on_one_page(browser: chromium.Page, tmp_path: Path, sch
     assert browser.run(chromium.CONTRAST) == []
     assert browser.errors == []
     with pytest.raises(ValueError, match="two has no forecast"):
-        compare_page.page([("one", plan), ("two", dataclasses.replace(plan, forecast=None))])
+        page.comparison([("one", plan), ("two", dataclasses.replace(plan, forecast=None))])
 
 
 @in_a_browser

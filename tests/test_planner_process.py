@@ -1,4 +1,4 @@
-"""The planner works in a process of its own: what it leaves as it is in the caller's, and what comes back from it."""
+"""The planner works in a process of its own, which leaves the caller's as it is, and in workers that it forks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ import forks
 import trueshard
 from messages import naming
 from trueshard.planner import process
+from trueshard.planner.process import Workers
 
 FIXED: dict[str, Any] = {
     "hardware": "cpu",
@@ -301,6 +302,14 @@ except KeyboardInterrupt:
 """
 
 
+def is_gone(number: int) -> bool:
+    """True once a process is gone; waits ten seconds for it."""
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(number) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not psutil.pid_exists(number)
+
+
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_a_caller_that_ends_takes_the_process_along(how: str) -> None:
     with forks.Popen([sys.executable, "-c", INTERRUPTED, how], stdout=subprocess.PIPE, text=True) as caller:
@@ -311,7 +320,88 @@ def test_a_caller_that_ends_takes_the_process_along(how: str) -> None:
         else:
             assert caller.stdout.read() == "True\n"
             assert caller.wait(60) == 0
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(number) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(number)
+    assert is_gone(number)
+
+
+# Workers
+
+in_forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+
+
+def double(value: int) -> int:
+    time.sleep(0.01 * value)
+    return 2 * value
+
+
+def slow_number() -> int:
+    time.sleep(0.05)
+    return os.getpid()
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def fail_unsendably() -> None:
+    raise OwnError(1, 2)
+
+
+FUNCTIONS: dict[str, Any] = {
+    function.__name__: function
+    for function in (double, slow_number, fail, fail_unsendably, die, time.sleep, signal.raise_signal)
+}
+
+
+@in_forks
+@pytest.mark.parametrize("count", [0, 2])
+def test_tasks_are_done_in_any_order_and_raise_where_their_result_is_asked_for(count: int) -> None:
+    with Workers(FUNCTIONS, count) as workers:
+        tasks = [workers.start("double", value) for value in (5, 0, 3, 1)]
+        failed = workers.start("fail", "so it is")
+        assert [task() for task in reversed(tasks)] == [2, 6, 0, 10]
+        with pytest.raises(ValueError, match="so it is"):
+            failed()
+
+
+@in_forks
+def test_two_work_at_a_time_whatever_a_ctrl_c_or_an_error_and_end_with_the_context() -> None:
+    with Workers(FUNCTIONS, 2) as workers:
+        tasks = [workers.start("slow_number") for _ in range(2)]
+        numbers = {task() for task in tasks}
+        assert len({os.getpid(), *numbers}) == 3
+        workers.start("raise_signal", signal.SIGINT)()
+        with pytest.raises(RuntimeError, match="OwnError: 1 and 2"):
+            workers.start("fail_unsendably")()
+        assert workers.start("double", 1)() == 2
+        workers.start("sleep", 60)
+    assert not any(map(psutil.pid_exists, numbers))
+
+
+@in_forks
+def test_every_task_is_an_error_once_a_worker_has_died() -> None:
+    with Workers(FUNCTIONS, 2) as workers:
+        tasks = [workers.start(*task) for task in (("die", signal.SIGKILL), ("sleep", 60), ("double", 1))]
+        for task in tasks:
+            with pytest.raises(RuntimeError, match=r"was ended by SIGKILL before it was done; .* memory"):
+                task()
+        with pytest.raises(RuntimeError, match="SIGKILL"):
+            workers.start("double", 1)
+
+
+KILLED = """
+import os, time
+from trueshard.planner.process import Workers
+with Workers({"pid": os.getpid, "sleep": time.sleep}, 2) as workers:
+    print(workers.start("pid")(), flush=True)
+    workers.start("sleep", 60), workers.start("sleep", 60)
+    time.sleep(60)
+"""
+
+
+@in_forks
+def test_workers_are_gone_if_the_process_that_forked_them_is_killed() -> None:
+    with forks.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        number = int(parent.stdout.readline())
+        parent.kill()
+    assert is_gone(number)

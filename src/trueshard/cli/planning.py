@@ -172,13 +172,15 @@ def plan(
     with refused(), _starting():
         importlib.import_module(f"trueshard.planner.{'choose_plan' if model and is_model else 'planning'}")
     with refused():
+        from trueshard.planner.planning import check_writable
+
         if sliders and html is None:
             raise UserError("--sliders needs --html FILE, the page that they are on")
         if of and framework is None:
             raise UserError(f"{of}: a second model goes with --for alone; leave it out")
         if overrides and is_model:
             raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
-        _check_writable(out, html)
+        check_writable(out, html)
         if framework is not None:
             _show_advice(typed, framework, of)
         elif is_model:
@@ -193,11 +195,12 @@ def rehearse(request: Callable[[], Any], model: str, out: Out = None, html: Html
     """Plan as `plan` does, then run rank 0 of the plan on this machine's GPU, and compare."""
     with refused(), _starting():
         from trueshard.planner.choose_plan import space_of
+        from trueshard.planner.planning import check_writable
         from trueshard.planner.simulation import rehearse as rehearsing
     with refused():
         if model.endswith(".toml"):
             raise UserError(f"plan rehearse takes a model alone, and no training configuration: {model}")
-        _check_writable(out, html)
+        check_writable(out, html)
         rehearsing.require_gpu()
         job = request()
         study, _ = _best(job, sliders=False)
@@ -213,14 +216,14 @@ def diff(
 ) -> None:
     """Say how two plans differ."""
     with refused():
-        from trueshard.planner.planning import read_plan
-        from trueshard.planner.report import compare, compare_page
+        from trueshard.planner.planning import check_writable, read_plan
+        from trueshard.planner.report import compare, page
 
         plans = [read_plan(path) for path in (first, second)]
-        _check_writable(html)
+        check_writable(html)
         if html is not None:
             names = [str(path) if first.stem == second.stem else path.stem for path in (first, second)]
-            replace_text(html, compare_page.page(list(zip(names, plans, strict=True))))
+            replace_text(html, page.comparison(list(zip(names, plans, strict=True))))
         print(compare.diff(*plans))
 
 
@@ -234,10 +237,11 @@ def calibrate(
     """Measure this machine's device, in about a minute on a GPU, and write a file for --hardware."""
     with refused():
         from trueshard.planner.calibrate import calibrate_here
+        from trueshard.planner.planning import check_writable
 
         if file.suffix != ".toml":
             raise UserError(f"plan calibrate writes TOML: call the file {file.with_suffix('.toml')}")
-        _check_writable(file)
+        check_writable(file)
         with _status("measuring") as status:
             calibration = calibrate_here(hardware, status.update)
         replace_text(file, calibration.toml())
@@ -272,8 +276,7 @@ def joined(arguments: list[str]) -> list[str]:
 
 def _best(request: Request, sliders: bool) -> tuple[Study, dict[str, Any] | None]:
     """Return the study of the best plan, or of the one that the request has, and the points of the sliders."""
-    from trueshard.planner.choose_plan import solve
-    from trueshard.planner.grid import grid
+    from trueshard.planner.choose_plan import grid, solve
 
     if request.axes or sliders:
         gc.unfreeze()  # several searches: what each leaves behind is collected
@@ -297,15 +300,6 @@ def _show(
         print(json.dumps(summary.as_json(study) | more, indent=2))
     else:
         print(summary.text(study), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
-
-
-def _check_writable(*files: Path | None) -> None:
-    """Raise ValueError, before anything is worked out, if no file can be made where one is to be written."""
-    from trueshard.planner.planning import check_writable
-
-    for file in files:
-        if file is not None:
-            check_writable(file)
 
 
 def _status(line: str) -> Any:

@@ -11,8 +11,7 @@ import itertools
 import json
 import math
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from trueshard.errors import UserError
 from trueshard.planner.choose_plan import solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
-from trueshard.planner.report.summary import WIDTH, as_json, duration, headline, verdict
+from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
 from trueshard.planner.search.evaluator import Evaluator, cost
 from trueshard.planner.search.space import RECOMPUTE, Setting
 from trueshard.planner.workload import Study
@@ -70,7 +69,7 @@ class Advice:
         head = ("", "reserved", "", "tokens/s", "MFU", "step")
         blocks = [
             [f"{headline(self.theirs.forecast)}, from {self.title}"],
-            _listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),
+            listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),
             table(head, rows, right=(1, 3, 4, 5)),
             ["Change", *(f"  {change}" for change in self.changes)]
             if self.changes
@@ -318,11 +317,3 @@ def _row(name: str, study: Study) -> tuple[str, ...]:
         f"{forecast.mfu:.1%}",
         duration(forecast.step_seconds),
     )
-
-
-def _listed(title: str, sentences: Sequence[str]) -> list[str]:
-    lines = [
-        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
-        for sentence in dict.fromkeys(sentences)
-    ]
-    return [title, *lines] if lines else []

@@ -1,40 +1,52 @@
-"""Answer a request with a study: of the plan that was given, the one that the options mean, or the best of a search."""
+"""Answer a request with a study: of the plan that was given, the one that the options mean, or the best of a search.
+
+- ``solve`` chooses the words for resharding, recomputation, offload, replicas and batch, as far as they are free.
+- With ``Request.axes`` it also chooses how many ranks share experts, matrices, sequences and blocks, an axis at a time:
+  an axis is doubled as long as the best plan with it is faster, or lacks less memory where none fits. Ranks that talk
+  inside of every block stay inside a node, where links are fast; what ``shard()`` refuses (heads that do not divide, a
+  model without experts) ends an axis. A pipeline needs several microbatches: it is tried where these are given, or
+  where nothing else fits.
+- ``grid`` forecasts one plan at other numbers of ranks, lengths and microbatches: a study for each point.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.axes import ranks_along, sizes_of
+from trueshard.axes import AXES, ranks_along, sizes_of
 from trueshard.model import names
 from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.search import axes
+from trueshard.planner.process import Workers
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import checked, choose, objects_frozen
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workers import Workers
 from trueshard.planner.workload import Job, NothingFits, Study
 from trueshard.plans import Plan
 from trueshard.text import size
+
+Progress = Callable[[str], object]
 
 FREE = Options(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
 
 
-def solve(request: Request, progress: Callable[[str], object] = lambda line: None, *, workers: int | None = 0) -> Study:
+def solve(request: Request, progress: Progress = lambda line: None, *, workers: int | None = 0) -> Study:
     """Return the study of the best plan; raises as ``trueshard.plan``.
 
     ``progress`` gets a line for each plan; ``workers``: as of ``choose``, 0 except in the planner's process.
@@ -42,7 +54,7 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     if request.axes:
         if request.plan is not None:
             raise ValueError("axes: a given plan has its axes; leave out axes, or the plan")
-        return axes.choose(request, functools.partial(solve, progress=progress, workers=workers), progress)
+        return _on_best_axes(request, functools.partial(solve, progress=progress, workers=workers), progress)
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
     check = functools.partial(_warnings, request, space)
@@ -55,17 +67,6 @@ def solve(request: Request, progress: Callable[[str], object] = lambda line: Non
     else:
         study = _of_one_plan(space, request.plan, workers, check)
     return dataclasses.replace(study, assumptions=(*_left_out(request, space), *study.assumptions))
-
-
-def _warnings(request: Request, space: Space) -> list[str]:
-    """Return the warnings of ``_preflight``; an error that may come of what was assumed says so."""
-    try:
-        return _preflight(space, request.plan)
-    except ValueError as error:
-        of_dtypes = "dtype" in str(error) or "scalar type" in str(error)
-        if not of_dtypes or request.mixed_precision != "auto" or space.choices.mixed_precision is None:
-            raise
-        raise ValueError(f"{error}; to compute in bfloat16 was assumed: try --param-dtype fp32") from None
 
 
 def _left_out(request: Request, space: Space) -> list[str]:
@@ -138,7 +139,6 @@ def space_of(request: Request) -> tuple[Space, bool]:
         clip=request.clip,
         storage_dtype=request.storage_dtype,
     )
-    workload = dataclasses.replace(workload, score=request.score, beside=request.beside)
     microbatch = request.microbatch or _samples(request.batch)
     is_open = is_free(choices.reshard_after_forward) or is_free(choices.activation_checkpointing)
     is_open |= choices.offload == "auto"
@@ -150,7 +150,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         choices = choices.on(sizes_of(plan)).replace(experts=plan.experts)
         replicate = replicate or (plan.ranks[0] if len(plan.ranks) == 2 else None)
     space = Space(
-        workload=workload,
+        workload=dataclasses.replace(workload, score=request.score, beside=request.beside),
         hardware=device,
         ranks=request.ranks,
         ranks_per_node=request.ranks_per_node or min(device.ranks_per_node, request.ranks),
@@ -174,17 +174,20 @@ def _samples(batch: Any) -> int | None:
     return next((len(tensor) for tensor in _torch.tensors_in(batch) if tensor.ndim), None)
 
 
-def _preflight(space: Space, plan: Plan | None) -> list[str]:
+def _warnings(request: Request, space: Space) -> list[str]:
     """Return warnings, one sentence each; raise ValueError for what would fail in the first step."""
     settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
-    choices = space.choices.replace(**settled)
-    mesh = space.cluster(space.replicate or 1).mesh
-    problems = preflight(Job(space.workload, mesh, microbatch=space.microbatch or 1, plan=plan, choices=choices))
-    errors = [problem for problem in problems if problem.severity == "error"]
-    if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ValueError(f"{str(errors[0]).removeprefix('error: ')}{more}")
-    return [str(problem).removeprefix("warning: ") for problem in problems]
+    choices, mesh = space.choices.replace(**settled), space.cluster(space.replicate or 1).mesh
+    job = Job(space.workload, mesh, microbatch=space.microbatch or 1, plan=request.plan, choices=choices)
+    problems = preflight(job)
+    errors = [str(problem).removeprefix("error: ") for problem in problems if problem.severity == "error"]
+    if not errors:
+        return [str(problem).removeprefix("warning: ") for problem in problems]
+    message = errors[0] + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+    is_of_dtypes = "dtype" in message or "scalar type" in message
+    if is_of_dtypes and request.mixed_precision == "auto" and choices.mixed_precision is not None:
+        message += "; to compute in bfloat16 was assumed: try --param-dtype fp32"
+    raise ValueError(message)
 
 
 def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
@@ -228,3 +231,144 @@ def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Ca
         simulations.prepare()
         with simulations.workers as side:
             return checked(side, lambda: space.study(plan, setting, space.budget, simulations.simulator))
+
+
+# Axes
+
+_TRIED = tuple(axis for axis in reversed(AXES) if axis.is_option or axis.place == "stages")
+"""Axes in the order in which they are tried, from the innermost outwards."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Axes with their best plan, or with the one that lacks the least."""
+
+    request: Request
+    study: Study
+    error: NothingFits | None = None
+    """None also where nothing was to be chosen: a given plan is forecast, whether it fits or not."""
+
+    @property
+    def lack(self) -> int:
+        """Bytes by which it does not fit; 0 if it does."""
+        forecast = self.study.forecast
+        return 0 if forecast.fits else forecast.peak_reserved_bytes - forecast.budget_bytes
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Smaller for better: the bytes that it lacks, then its speed."""
+        return self.lack, -self.study.forecast.tokens_per_second_per_rank
+
+    def __str__(self) -> str:
+        forecast = self.study.forecast
+        speed = f"{forecast.tokens_per_second_per_rank:,.0f} {forecast.counted}/s"
+        return f"{_axes_text(self.request)} {f'lacks {size(self.lack)}' if self.lack else speed}"
+
+
+def _on_best_axes(request: Request, solve: Callable[[Request], Study], progress: Progress) -> Study:
+    """Return the study of the fastest plan of all axes that were tried; Ctrl-C takes the best so far.
+
+    Raises NothingFits, where plans are searched, if nothing does on any axes: that of those that lack the least.
+    """
+
+    def tried(request: Request) -> _Trial:
+        try:
+            return _Trial(request, solve(request))
+        except NothingFits as error:
+            return _Trial(request, error.study, error)
+
+    best = tried(dataclasses.replace(request, axes=False))
+    trials = [best]
+    try:
+        for axis in _TRIED:
+            for larger in _doubled(best, axis.name, in_node=axis.in_node, piped=axis.place == "stages"):
+                progress(f"{_axes_text(larger)}; the best so far: {best}")
+                try:
+                    trial = tried(larger)
+                except ValueError:
+                    break
+                trials.append(trial)
+                if trial.rank >= best.rank:
+                    break
+                best = trial
+    except KeyboardInterrupt:
+        if best.error is not None:
+            raise
+    if best.error is not None:
+        raise best.error
+    others = "; ".join(str(trial) for trial in trials if trial is not best)
+    text = _axes_text(best.request)
+    reason = f"{text[0].upper()}{text[1:]}: {others or 'no axis can be shared by more ranks'}."
+    return dataclasses.replace(best.study, reasons=(reason, *best.study.reasons))
+
+
+def _doubled(best: _Trial, axis: str, *, in_node: bool, piped: bool) -> Iterator[Request]:
+    """Yield requests with 2, 4, … times as many ranks on an axis, up to what the ranks and a node allow."""
+    request = best.request
+    if piped and not best.lack and not (request.accumulation or request.global_batch):
+        return
+    node = request.ranks_per_node or request.device().ranks_per_node
+    ranks = 2 * ranks_along(request, axis)
+    while ranks <= (min(node, request.ranks) if in_node else request.ranks):
+        value: Any = {"ranks": ranks, "sequence": True} if in_node else ranks
+        yield dataclasses.replace(request, **{axis: value})
+        ranks *= 2
+
+
+def _axes_text(request: Request) -> str:
+    shared = [f"{axis.name} {ranks}" for axis in _TRIED if (ranks := ranks_along(request, axis.name)) > 1]
+    return ", ".join(shared) or "nothing but shards shared"
+
+
+# Sliders of the page
+
+FACTORS = (0.5, 1, 2)
+SLIDERS = ("ranks", "sequence", "microbatch")
+
+
+def grid(request: Request, study: Study, progress: Progress = lambda line: None) -> dict[str, Any]:
+    """Return the sliders' values and the forecast of each point, or why it has none: plain data.
+
+    The plan's words for resharding, activation checkpointing and offload hold at all points, so nothing is chosen
+    anew. Each point is simulated.
+    """
+    forecast, plan = study.forecast, study.plan
+    start = tuple(getattr(forecast, axis) for axis in SLIDERS)
+    values = [sorted({max(1, int(value * factor)) for factor in FACTORS}) for value in start]
+    fixed = dataclasses.replace(
+        request,
+        plan=None,
+        reshard_after_forward=plan.reshard_after_forward,
+        activation_checkpointing=plan.activation_checkpointing,
+        offload=plan.offload,
+        accumulation=forecast.accumulation,
+        global_batch=None,
+    )
+    points: list[dict[str, Any]] = []
+    for point in itertools.product(*values):
+        progress(f"Point {len(points) + 1} of {len(FACTORS) ** len(SLIDERS)} of the sliders")
+        changed: dict[str, Any] = dict(zip(SLIDERS, point, strict=True))
+        try:
+            points.append(_figures(study if point == start else solve(dataclasses.replace(fixed, **changed))))
+        except ValueError as error:
+            points.append({"problem": str(error)})
+    return {
+        "axes": [{"name": axis, "values": column} for axis, column in zip(SLIDERS, values, strict=True)],
+        "start": [column.index(value) for column, value in zip(values, start, strict=True)],
+        "points": points,
+    }
+
+
+def _figures(study: Study) -> dict[str, Any]:
+    forecast = study.forecast
+    return {
+        "live": forecast.peak_live_bytes,
+        "reserved": forecast.peak_reserved_bytes,
+        "budget": forecast.budget_bytes,
+        "fits": forecast.fits,
+        "kinds": list(forecast.peak_by_kind.items()),
+        "seconds": forecast.step_seconds,
+        "tokens": forecast.tokens_per_second_per_rank,
+        "mfu": forecast.mfu,
+        "waiting": forecast.exposed_communication_seconds,
+    }

@@ -93,11 +93,11 @@ class Request(Options):
 
     def choices(self) -> Options:
         """Return the options of ``shard()``."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}
         if self.mixed_precision == "auto":
             is_words = isinstance(self.model, (str, os.PathLike))
-            given["mixed_precision"] = "bf16" if is_words and self.plan is None and self.device().streams else None
-        return Options(**given | {"offload": self.offload or "none"})
+            options["mixed_precision"] = "bf16" if is_words and self.plan is None and self.device().streams else None
+        return Options(**options | {"offload": self.offload or "none"})
 
     def pipe(self) -> Pipeline:
         """Return the pipeline; raise ValueError for what no model could be run by."""
@@ -108,8 +108,8 @@ class Request(Options):
 
     def device(self) -> Hardware:
         """Return the hardware; raises ValueError if it is not known."""
-        given = self.hardware
-        return given if isinstance(given, Hardware) else hardware(os.fspath(given))
+        device = self.hardware
+        return device if isinstance(device, Hardware) else hardware(os.fspath(device))
 
 
 @timed("plan")
@@ -152,12 +152,12 @@ def plan(
     if isinstance(model, nn.Module):
         refuse_sharded(model)
     request = Request(model=model, hardware=hardware, ranks=ranks, memory=memory, batch=batch, **choices)
-    made: Plan = process.call("trueshard.planner.choose_plan:best_plan", request)
-    logger.info("planned for %s", _said(made))
-    return made
+    result: Plan = process.call("trueshard.planner.choose_plan:best_plan", request)
+    logger.info("planned for %s", _job_text(result))
+    return result
 
 
-def _said(plan: Plan) -> str:
+def _job_text(plan: Plan) -> str:
     """Return what a plan was made for, in words: samples, precision, optimizer, hardware."""
     forecast = plan.forecast
     assert forecast is not None
@@ -177,30 +177,30 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes
     cannot be simulated.
     """
     mesh, choices = axes.all, choices.on(axes.sizes)
-    told: Plan | Exception = Plan()
+    result: Plan | Exception = Plan()
     failure: Exception | None = None
     is_first = not any(mesh.get_coordinate() or ())
     if is_first:
         try:
             device = hardware_here(torch.device(mesh.device_type))
             arguments = (model, list(optimizers), device, tuple(axes.data.shape), choices)
-            told = process.call("trueshard.planner.choose_plan:best_plan_for", *arguments)
+            result = process.call("trueshard.planner.choose_plan:best_plan_for", *arguments)
         except Exception as error:
             failure = error
             text = str(error) or type(error).__name__
-            told = _without_events(error) if isinstance(error, NothingFits) else ValueError(text)
-    told = distributed.gather_objects(told, mesh)[0]
+            result = _without_events(error) if isinstance(error, NothingFits) else ValueError(text)
+    result = distributed.gather_objects(result, mesh)[0]
     if failure is not None:
         raise failure
-    if isinstance(told, Exception):
-        raise told
+    if isinstance(result, Exception):
+        raise result
     if is_first:
         warnings.warn(
-            f"planned for {_said(told)}; for another batch make the plan with trueshard.plan(model, batch=...) and "
-            "give it to shard(plan=...); mixed_precision= changes the dtype",
+            f"planned for {_job_text(result)}; for another batch make the plan with trueshard.plan(model, batch=...) "
+            "and give it to shard(plan=...); mixed_precision= changes the dtype",
             stacklevel=4,
         )
-    return told
+    return result
 
 
 def _without_events(error: NothingFits) -> NothingFits:
@@ -224,12 +224,12 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         raise ValueError(f"{path}: {error}") from None
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if, as far as can be told without trying, no file can be made at ``path``."""
-    target = Path(path)
-    if target.is_dir():
-        raise ValueError(f"{path} is a folder; give the name of a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: {target.parent} takes no new files")
+def check_writable(*paths: Path | None) -> None:
+    """Raise ValueError if, as far as can be told without trying, no file can be made at one of the paths."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written: {path.parent} takes no new files")

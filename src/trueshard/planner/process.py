@@ -5,6 +5,7 @@
 - A call is sent with cloudpickle: functions and classes of ``__main__``, lambdas and local ones by value, everything
   else by its module, which is imported there. Models are sent as their structure: of a tensor the shape and dtype.
 - What is written to stdout and stderr there appears in this process's.
+- It forks ``Workers``, which run a search's tasks side by side.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -25,9 +27,12 @@ import threading
 import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from multiprocessing import Pipe
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import Pipe, active_children, get_context
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn, TypeAlias
 
 import cloudpickle
 import torch
@@ -38,6 +43,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from trueshard import _torch
 from trueshard.errors import is_defect, with_kind
 from trueshard.launching import end_with_parent, how, python_command
+from trueshard.machine import cpu_cores
 from trueshard.model import intent
 from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
 
@@ -52,7 +58,6 @@ def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
 
     Args:
         function: ``"package.module:name"``; the module is imported there, not here.
-        arguments: to the function.
         in_place: call it in this process; so it is in the planner's process itself, too.
 
     Raises:
@@ -110,8 +115,7 @@ class _Child:
         try:
             self.connection.send_bytes(request)
             while True:
-                message = self.connection.recv_bytes()
-                kind, content = pickle.loads(message)
+                kind, content = pickle.loads(self.connection.recv_bytes())
                 if kind == "answer":
                     return content
                 if (stream := getattr(sys, kind)) is not None:
@@ -146,8 +150,11 @@ def _answer(request: bytes) -> Any:
         _child = None
         code = child.end(grace=10.0)
         if is_new or code:  # else it ended by itself, before it got the request
-            memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-            raise RuntimeError(f"the planner's process {how(code)} before it had a plan{memory}")
+            raise _death(f"the planner's process {how(code)} before it had a plan", code)
+
+
+def _death(text: str, code: int) -> RuntimeError:
+    return RuntimeError(text + ("; the machine may have run out of memory" if code == -signal.SIGKILL else ""))
 
 
 @atexit.register
@@ -208,9 +215,7 @@ class _Pickler(cloudpickle.Pickler):
         return _meta, made, (intent.attributes_of(tensor), hooks), None, None, _set_tensor
 
 
-def _meta(
-    is_parameter: bool, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
-) -> torch.Tensor:
+def _meta(is_parameter: bool, shape: Any, stride: Any, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
@@ -248,20 +253,16 @@ def _unsendable(name: str, value: Any, seen: set[int]) -> tuple[str, Any]:
     """Return the innermost part of ``value`` that cannot be pickled, and its name."""
     seen.add(id(value))
     for label, part in _parts(value):
-        if id(part) in seen:
-            continue
         try:
             dumped(part)
         except Exception:
-            return _unsendable(f"{name}{label}", part, seen)
+            if id(part) not in seen:
+                return _unsendable(f"{name}{label}", part, seen)
     return name, value
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a value, each with what its name has behind that of the value."""
-    if isinstance(value, nn.Module):
-        attributes = {**plain_attributes(value), **dict(value.named_children())}
-        return [(f".{key}", part) for key, part in attributes.items()]
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
@@ -269,7 +270,10 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     if inspect.isfunction(value):
         used = inspect.getclosurevars(value)
         return [(f".{value.__name__}: {key}", part) for key, part in {**used.globals, **used.nonlocals}.items()]
-    return [(f".{key}", part) for key, part in getattr(value, "__dict__", {}).items()]
+    attributes = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        attributes = {**plain_attributes(value), **dict(value.named_children())}
+    return [(f".{key}", part) for key, part in attributes.items()]
 
 
 # The planner's process
@@ -344,9 +348,107 @@ def _answered(request: bytes) -> bytes:
         function, arguments = pickle.loads(packed)
         return dumped(("answer", (pkgutil.resolve_name(function)(*arguments), None, "")))
     except BaseException as error:
-        error.is_defect = is_defect(error)  # type: ignore[attr-defined] # its traceback stays here
         trace = f"\n{traceback.format_exc()}"
+        return dumped(("answer", (None, _sendable(error, dumped), trace)))
+
+
+def _sendable(error: BaseException, dumps: Callable[[Any], bytes]) -> BaseException:
+    """Return an error with ``is_defect``, since its traceback stays here; one that cannot be sent as a RuntimeError."""
+    error.is_defect = is_defect(error)  # type: ignore[attr-defined]
+    try:
+        pickle.loads(dumps(error))
+    except Exception:
+        return RuntimeError(with_kind(error))
+    return error
+
+
+# Workers
+
+Task: TypeAlias = Callable[[], Any]
+"""Return the result of a task that was started, or raise its error."""
+
+
+class Workers:
+    """A pool of forked processes that are killed when the context is left; without any, tasks run when waited for.
+
+    They have all that existed when they were forked. A process that has not run a backward yet may be forked
+    (autograd's threads do not survive it), so the one that forks runs none: it hands out tasks. A task names one of the
+    functions that existed before: they hold models and closures, which cannot be sent.
+
+    Args:
+        functions: what tasks may call, by name.
+        count: how many; None: one for each core, two at most, and none where a process cannot be forked.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], count: int | None = None) -> None:
+        self._functions = functions
+        if count is None:
+            count = min(2, cpu_cores()) if sys.platform == "linux" else 0
+        self.count = count if count > 1 else 0
+        """Processes of the pool; 0: tasks run here. One alone would only add the cost of sending."""
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes: set[BaseProcess] = set()
+        """Held to be killed, and for the exit code of one that died."""
+
+    def __enter__(self) -> Workers:
+        if self.count:
+            gc.freeze()  # so that pages are not copied by counting references of garbage
+            context = get_context("fork")
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin, initargs=(self._functions,))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            for process in self._processes:
+                process.kill()
+            self._pool.shutdown()
+            self._pool = None
+
+    def start(self, name: str, *arguments: Any) -> Task:
+        """Hand a task to the pool. Raises RuntimeError if a process of it has died."""
+        if self._pool is None:
+            return functools.cache(functools.partial(self._functions[name], *arguments))
+        before = set(active_children())
         try:
-            return dumped(("answer", (None, error, trace)))
-        except Exception:  # it holds what cannot be sent
-            return pickle.dumps(("answer", (None, RuntimeError(with_kind(error)), trace)))
+            future = self._pool.submit(_run, name, arguments)
+        except BrokenProcessPool:
+            raise self._death() from None
+        self._processes |= set(active_children()) - before
+        return functools.partial(self._result, future)
+
+    def _result(self, future: Future[Any]) -> Any:
+        error = future.exception()
+        if isinstance(error, BrokenProcessPool):
+            raise self._death() from None
+        if error is not None:
+            raise error  # here, so that ``errors.is_defect`` takes it for one of this library
+        return future.result()
+
+    def _death(self) -> RuntimeError:
+        """Return the error for a process that died; the pool has ended the others by SIGTERM."""
+        assert self._pool is not None
+        self._pool.shutdown()
+        codes = [process.exitcode for process in self._processes]
+        code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
+        return _death(f"a process of the planner {how(code or 0)} before it was done", code or 0)
+
+
+_functions: Mapping[str, Callable[..., Any]] = {}
+"""In a process of the pool: what tasks may call."""
+
+
+def _begin(functions: Mapping[str, Callable[..., Any]]) -> None:
+    global _functions
+    _functions = functions
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that waits
+    end_with_parent()  # which a pool by itself would not notice
+
+
+def _run(name: str, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return _functions[name](*arguments)
+    except BaseException as error:
+        raise _sendable(error, pickle.dumps) from error.__cause__
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

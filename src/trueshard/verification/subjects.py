@@ -36,11 +36,10 @@ from trueshard.errors import UserError, one_line
 from trueshard.model import names
 from trueshard.options import Options
 from trueshard.planner.inputs import factories
-from trueshard.planner.inputs.batches import model_loss
+from trueshard.planner.inputs.batches import model_feed, model_loss
 from trueshard.planner.inputs.factories import Original, TrainingParts
 from trueshard.planner.inputs.fake_tensors import mapped
-from trueshard.planner.inputs.optimizers import checked, optimizers_of
-from trueshard.planner.inputs.workloads import model_feed
+from trueshard.planner.inputs.workloads import checked, optimizers_of
 from trueshard.plans import Plan
 from trueshard.train.losses import CausalLoss, Loss, Mean, PreferenceLoss
 from trueshard.verification.compare import TensorStore

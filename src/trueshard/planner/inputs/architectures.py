@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -89,18 +88,17 @@ def listed() -> str:
     """Return all short names, sizes of a family together: ``gpt2, llama-2-7b/13b/70b, …``."""
     families: dict[str, list[str]] = {}
     for name in known():
-        family, _, size = name.rpartition("-")
-        families.setdefault(family if family and _billions(size) else name, []).append(size)
-    return ", ".join(
-        name if len(sizes) == 1 and name in known() else f"{name}-{'/'.join(sizes)}" for name, sizes in families.items()
-    )
+        match = re.fullmatch(r"(.+)-((?:\d+x)?[\d.]+[bm])", name)
+        family, size = match.groups() if match else (name, "")
+        families.setdefault(family, []).append(size)
+    return ", ".join(f"{family}-{'/'.join(sizes)}" if all(sizes) else family for family, sizes in families.items())
 
 
 def unknown(words: str, folder: Path) -> str:
     """Return what to do about a model that is neither on disk nor known, in one line; ``folder``: where it would be."""
     name = words.rpartition("/")[2].lower()
-    near = _nearest(name)
-    known_ones = f"the nearest known architecture is {near} (--help lists all)" if near else f"known are {listed()}"
+    near = difflib.get_close_matches(_untuned(name).removeprefix("meta-"), known(), n=1, cutoff=0.5)
+    known_ones = f"the nearest known architecture is {near[0]} (--help lists all)" if near else f"known are {listed()}"
     if _HUB_NAME.fullmatch(words) and not folder.is_dir():
         return (
             f"{words!r} is not on this machine: the planner needs its config.json alone, no weights "
@@ -111,29 +109,3 @@ def unknown(words: str, folder: Path) -> str:
         f"there is no model {words!r}: give a folder with a config.json, that file, file.py:factory, or a known "
         f"architecture; {known_ones}.{beside}"
     )
-
-
-def _nearest(name: str) -> str:
-    """Return the short name nearest to the last part of a name: of its family if there is one, then in size.
-
-    "" if it tells neither, and is like no name.
-    """
-    plain = _untuned(name).removeprefix("meta-")
-    family = re.match(r"[a-z]*", plain)[0]  # type: ignore[index]
-    candidates = [key for key in known() if family and key.startswith(family)] or list(known())
-    size = _billions(plain)
-    if size is None:
-        near = difflib.get_close_matches(plain, candidates, n=1, cutoff=0.5)
-        return near[0] if near else ""
-
-    def distance(key: str) -> tuple[float, float]:
-        factor = abs(math.log(known()[key].parameters / 1e9 / size))
-        return round(factor, 1), -difflib.SequenceMatcher(None, plain, key).ratio()
-
-    return min(candidates, key=distance)
-
-
-def _billions(name: str) -> float | None:
-    """Return the parameters in billions that a name tells: 70 of "llama-3-70b", 56 of "8x7b"; None if it tells none."""
-    match = re.search(r"(?<![a-z\d.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z\d])", name)
-    return None if match is None else int(match[1] or 1) * float(match[2]) / (1 if match[3] == "b" else 1000)

@@ -1,6 +1,7 @@
-"""Batches and losses that nobody gave: found from ``forward`` and the first layer, or from transformers' settings.
+"""Batches and losses that nobody gave: read off ``forward`` and the first layer, or off transformers' settings.
 
-The values of a batch are valid, so that it also serves where the model really runs.
+The values of a batch are valid, so that it also serves where the model really runs. A model with several inputs, or of
+a rare modality, is not guessed at: its batch is asked for.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +32,11 @@ TARGETS = ("labels", "targets", "target", "label")
 _SMALL = 256 << 10
 """Bytes of the largest tensor of a batch whose values matter."""
 
-_LAYERS = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d)
+_LAYERS = (nn.Embedding, nn.Linear, nn.MultiheadAttention, nn.Conv2d)
+"""First layers that tell what a model takes."""
+
+_SIDES = (224, 32, 28, 64, 96, 128, 256, 384, 512, 16)
+"""Sides of images that are tried, in this order."""
 
 HOW = "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define batch()"
 
@@ -96,24 +103,23 @@ def module_feed(model: nn.Module, sequence: int | None) -> Feed:
     holding = [(name, module) for name, module in root.named_modules() if _torch.own_parameters(module)]
     layers = [(name, layer) for name, layer in holding if not list(layer.children()) or isinstance(layer, _LAYERS)]
     name, first = [*layers, *holding, ("", nn.Identity())][0]  # a parameter of a model itself tells nothing
-    if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
+    if isinstance(first, nn.Embedding):
         return _token_feed(root, wanted, targets, first.num_embeddings, sequence)
-    dtypes = (parameter.dtype for parameter in first.parameters(recurse=False))
-    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-    shapes = _shapes(first, sequence)
-    if targets or not shapes:
+    shape = None if targets else _shape(model, first, sequence)
+    if shape is None:
         raise ValueError(
             f"it cannot be told what {type(root).__name__} is fed with: its first layer, {name or 'itself'!r}, is a "
             f"{type(first).__name__}{' and forward wants ' + targets if targets else ''}; {HOW}"
         )
-    shape = shapes[0] if len(shapes) == 1 else _fitting(model, shapes, dtype)
-    long = shape[0] if len(shape) > 1 and isinstance(first, (nn.Linear, nn.MultiheadAttention)) else 1
+    is_sequence = len(shape) == 2
+    dtype = _dtype(first)
 
     def batch(microbatch: int, sequence: int) -> Any:
-        return torch.randn(microbatch, *((sequence, *shape[1:]) if long > 1 else shape), dtype=dtype)
+        return torch.randn(microbatch, *((sequence, *shape[1:]) if is_sequence else shape), dtype=dtype)
 
     assumption = f"The batch is random numbers of shape (microbatch, {', '.join(map(str, shape))}), read off {name!r}"
-    return Feed(batch, model_loss, long, (f"{assumption}; the loss is what forward returns, or its mean square.",))
+    assumption += "; the loss is what forward returns, or its mean square."
+    return Feed(batch, model_loss, shape[0] if is_sequence else 1, (assumption,))
 
 
 def _wanted(root: nn.Module) -> tuple[str, str]:
@@ -133,7 +139,6 @@ def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, seq
         for name, module in root.named_modules()
         if isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
     ]
-    length = sequence or min([*tables, 1024])
 
     def batch(microbatch: int, sequence: int) -> Any:
         ids = torch.randint(vocabulary, (microbatch, sequence))
@@ -146,30 +151,28 @@ def _token_feed(root: nn.Module, wanted: str, targets: str, vocabulary: int, seq
 
     how = f"forward's own, from {targets}" if targets else "cross entropy of its logits in float32, or its scalar"
     assumption = f"The batch is token ids below {vocabulary} ({wanted}) with the next one as label; the loss is {how}."
-    return Feed(batch, loss, length, (assumption,))
+    return Feed(batch, loss, sequence or min([*tables, 1024]), (assumption,))
 
 
-def _shapes(first: nn.Module, sequence: int | None) -> list[tuple[int, ...]]:
-    """Return the shapes that a sample may have whose first layer is ``first``."""
+def _dtype(layer: nn.Module) -> torch.dtype:
+    dtypes = (parameter.dtype for parameter in layer.parameters(recurse=False))
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+
+
+def _shape(model: nn.Module, first: nn.Module, sequence: int | None) -> tuple[int, ...] | None:
+    """Return the shape of a sample whose first layer is ``first``; None if that does not tell it."""
     if isinstance(first, nn.Linear):
-        return [(first.in_features,) if sequence is None else (sequence, first.in_features)]
+        return (first.in_features,) if sequence is None else (sequence, first.in_features)
     if isinstance(first, nn.MultiheadAttention):
-        return [(sequence or 1024, first.embed_dim)]
-    if isinstance(first, nn.Conv1d):
-        return [(first.in_channels, sequence or 1024)]
-    if isinstance(first, nn.Conv2d):
-        return [(first.in_channels, side, side) for side in (224, 32, 28, 64, 96, 128, 256, 384, 512, 16)]
-    return []
-
-
-def _fitting(model: nn.Module, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> tuple[int, ...]:
+        return (sequence or 1024, first.embed_dim)
+    if not isinstance(first, nn.Conv2d):
+        return None
     with quietly():
-        for shape in shapes:
-            try:
-                model(torch.randn(2, *shape, dtype=dtype))
-            except (RuntimeError, ValueError, AssertionError):
-                continue
-            return shape
+        for side in _SIDES:
+            shape = (first.in_channels, side, side)
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # it may not fit later layers
+                model(torch.randn(2, *shape, dtype=_dtype(first)))
+                return shape
     raise ValueError(f"it cannot be told how large an input {type(names.unwrap(model)).__name__} takes; {HOW}")
 
 
@@ -229,3 +232,161 @@ def _loss_of(outputs: Any, target: Any) -> torch.Tensor:
         if not target.is_floating_point() and target.shape == output.shape[:-1]:
             return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
     return output.float().square().mean()
+
+
+# Models of transformers
+
+# Ends of the names of classes with labels of shape (microbatch, sequence).
+_BY_TOKEN = ("CausalLM", "MaskedLM", "LMHeadModel", "MTModel", "Generation", "ForPreTraining", "TokenClassification")
+_INPUTS = ("input_features", "input_ids", "input_values", "pixel_values")
+"""Main inputs, of which the first that a class takes counts: spectrograms, text, waves, images."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_FRAMES = 500
+"""Frames of a sound whose length is not said: ten seconds, as wav2vec2 has it."""
+_IMAGE_TOKENS = 256
+"""Tokens of an image where its size is free: 448 × 448 pixels, as Qwen2-VL has it."""
+
+
+def model_feed(model: nn.Module, sequence: int | None) -> Feed:
+    """Return a feed by the configuration of a model of transformers (PEFT's wrappers taken off), else by the code."""
+    hub = sys.modules.get("transformers.modeling_utils")
+    base: Any = names.unwrap(model)
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    if hub is not None and isinstance(base, hub.PreTrainedModel):
+        return hub_feed(type(base), base.config, sequence)
+    return module_feed(model, sequence)
+
+
+def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
+    """Return a feed for a class of transformers: text, images or sounds, with labels if it takes them."""
+    takes = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    main = next((key for key in _INPUTS if key in takes), None)
+    if main is None:
+        raise ValueError(f"it is not known what {cls.__name__} is fed with ({', '.join(list(takes)[1:4])}, …); {HOW}")
+    length = _length(settings, main, sequence)
+    has_pixels = "pixel_values" in takes
+    images = _image_tokens(settings, takes, length) if "input_ids" in takes and has_pixels else 0
+    assumptions = []
+    is_optional = has_pixels and takes["pixel_values"].default is not inspect.Parameter.empty
+    if "input_ids" in takes and is_optional and not images and "return_loss" not in takes:
+        has_pixels = False
+        assumptions.append("The batch is text alone: the model's images are left out.")
+    what = {"input_ids": "text", "pixel_values": "images"}.get(main, "sounds")
+    what += f" with an image a sample ({images} tokens)" if images else ""
+    has_loss = bool({"labels", "start_positions", "return_loss"} & set(takes))
+    loss = "the model's own, by labels" if has_loss else "the mean square of its first output"
+    assumptions.append(f"The batch is {what}, and the loss {loss} (batch and loss of file.py:factory).")
+
+    def batch(microbatch: int, sequence: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        if main == "input_ids":
+            made |= _text(cls, settings, takes, microbatch, sequence, images)
+        elif main != "pixel_values":
+            made |= _sound(cls, settings, main, microbatch, sequence)
+        if has_pixels:
+            made |= _pixels(settings, takes, microbatch, images)
+        if "return_loss" in takes:
+            made["return_loss"] = True
+        return made | _labels(cls, settings, takes, microbatch, sequence)
+
+    return Feed(batch, model_loss, length, tuple(assumptions))
+
+
+def _length(settings: Any, main: str, sequence: int | None) -> int:
+    """Return the tokens of a sample: those asked for, else what the model takes, at most 4,096; 1 for images alone."""
+    if main == "input_values":
+        return sequence or _FRAMES
+    if main == "pixel_values":
+        return 1
+    text = settings.get_text_config()
+    decoded = getattr(settings, "max_target_positions", None) if main == "input_features" else None
+    limits = (decoded, *(getattr(text, key, None) for key in _LENGTHS))
+    return sequence or min(next((n for n in limits if isinstance(n, int) and n > 0), 4096), 4096)
+
+
+def _text(
+    cls: type, settings: Any, takes: Mapping[str, Any], microbatch: int, sequence: int, images: int
+) -> dict[str, torch.Tensor]:
+    if images >= sequence:
+        raise ValueError(f"{cls.__name__}: an image takes {images} tokens; ask for a sequence longer than that")
+    vocabulary = int(settings.get_text_config().vocab_size)
+    mark = _image_token(settings) if images else None
+    ids = torch.randint(min(vocabulary, mark) if mark else vocabulary, (microbatch, sequence))
+    if mark is not None:
+        ids[:, :images] = mark
+    made = {"input_ids": ids}
+    if "attention_mask" in takes and takes["attention_mask"].default is inspect.Parameter.empty:
+        made["attention_mask"] = torch.ones_like(ids)
+    if settings.is_encoder_decoder and "labels" not in takes:
+        made["decoder_input_ids"] = ids
+    kinds = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in takes), None)
+    if mark is not None and kinds is not None:
+        made[kinds] = (ids == mark).long()
+    return made
+
+
+def _image_token(settings: Any) -> int | None:
+    """Return the id of the token that an image's features replace."""
+    ids = (getattr(settings, key, None) for key in ("image_token_id", "image_token_index"))
+    return next((mark for mark in ids if mark is not None), None)
+
+
+def _image_tokens(settings: Any, takes: Mapping[str, Any], length: int) -> int:
+    """Return how many tokens of text an image stands for; 0 if the model's own preprocessing decides it."""
+    vision = getattr(settings, "vision_config", None)
+    if vision is None or _image_token(settings) is None:
+        return 0
+    if "image_grid_thw" in takes:  # of any size: at most half of the sequence
+        return math.isqrt(min(_IMAGE_TOKENS, length // 2)) ** 2
+    if (count := getattr(settings, "mm_tokens_per_image", None)) is not None:
+        return int(count)
+    if settings.model_type not in ("llava", "vipllava", "paligemma"):
+        return 0
+    has_class_token = getattr(settings, "vision_feature_select_strategy", "default") == "full"
+    return (int(vision.image_size) // int(vision.patch_size)) ** 2 + has_class_token
+
+
+def _sound(cls: type, settings: Any, main: str, microbatch: int, sequence: int) -> dict[str, torch.Tensor]:
+    if main == "input_features" and hasattr(settings, "max_source_positions") and hasattr(settings, "num_mel_bins"):
+        return {main: torch.randn(microbatch, int(settings.num_mel_bins), 2 * int(settings.max_source_positions))}
+    if main == "input_values" and (strides := getattr(settings, "conv_stride", None)) is not None:
+        return {main: torch.randn(microbatch, math.prod(strides) * (sequence + 1))}
+    raise ValueError(f"it is not known what sounds {cls.__name__} takes; {HOW}")
+
+
+def _pixels(settings: Any, takes: Mapping[str, Any], microbatch: int, images: int) -> dict[str, torch.Tensor]:
+    """Return an image a sample; with ``image_grid_thw`` as rows of patches, of which several make a token."""
+    vision = getattr(settings, "vision_config", settings)
+    if "image_grid_thw" not in takes:
+        side = getattr(vision, "image_size", 224)
+        height, width = side if isinstance(side, (tuple, list)) else (side, side)
+        channels = int(getattr(vision, "num_channels", 3))
+        return {"pixel_values": torch.randn(microbatch, channels, int(height), int(width))}
+    channels = int(getattr(vision, "in_channels", getattr(vision, "in_chans", 3)))
+    patch = channels * int(getattr(vision, "temporal_patch_size", 1)) * int(vision.patch_size) ** 2
+    side = math.isqrt(images) * int(getattr(vision, "spatial_merge_size", 2))
+    return {
+        "pixel_values": torch.randn(microbatch * side * side, patch),
+        "image_grid_thw": torch.tensor([[1, side, side]] * microbatch),
+    }
+
+
+def _labels(cls: type, settings: Any, takes: Any, microbatch: int, sequence: int) -> dict[str, torch.Tensor]:
+    name = cls.__name__
+    if "start_positions" in takes:
+        return {key: torch.zeros(microbatch, dtype=torch.long) for key in ("start_positions", "end_positions")}
+    if "labels" not in takes:
+        return {}
+    classes = int(getattr(settings, "num_labels", 2) or 2)
+    if name.endswith(_BY_TOKEN):
+        high = classes if "Classification" in name else int(settings.get_text_config().vocab_size)
+        made = {"labels": torch.randint(high, (microbatch, sequence))}
+        if "next_sentence_label" in takes:
+            made["next_sentence_label"] = torch.zeros(microbatch, dtype=torch.long)
+        return made
+    if name.endswith("ForCTC"):
+        return {"labels": torch.randint(1, int(settings.vocab_size), (microbatch, max(1, sequence // 10)))}
+    if name.endswith("Classification"):
+        return {"labels": torch.randn(microbatch) if classes == 1 else torch.randint(classes, (microbatch,))}
+    return {}

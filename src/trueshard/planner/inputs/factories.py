@@ -62,11 +62,8 @@ class Factory:
     def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Call the function on the meta device and return its result on fake tensors. Inside ``fake_tensors``.
 
-        Args:
-            dtype: of floating-point parameters; None: as the function made them.
-
-        Raises:
-            ValueError: the function fails, asks for data or a GPU, or returns something else; one line that says so.
+        ``dtype``: of floating-point parameters; None: as the function made them. Raises ValueError of one line if the
+        function fails, asks for data or a GPU, or returns something else.
         """
         with explained(self.name, self.file, self.folder), on_meta():
             result = self.function()
@@ -85,13 +82,13 @@ class Factory:
     def parts_of(self, result: Any) -> TrainingParts:
         """Return the parts of the function's result, completed by its file's; raise ValueError if there is no model."""
         returned = self._returned(result)
-        completed: dict[str, Any] = {key: self.beside.get(key) if p is None else p for key, p in returned.items()}
-        parts = TrainingParts(**completed)
-        if returned["optimizers"] is None and _are_optimizers(parts.optimizers):
+        if returned["optimizers"] is None and _are_optimizers(self.beside.get("optimizers")):
             raise ValueError(
                 f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
                 "or make it a function optimizers(model)"
             )
+        completed: dict[str, Any] = {key: self.beside.get(key) if p is None else p for key, p in returned.items()}
+        parts = TrainingParts(**completed)
         if parts.loss is not None and not callable(parts.loss):
             raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
         return parts
@@ -107,12 +104,12 @@ class Factory:
                 raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
             result = {"model": result[0], **dict(zip(("batch", "loss"), others, strict=False))}
             result["optimizers"] = optimizers[0] if optimizers else None
-        given = result if isinstance(result, Mapping) else {key: getattr(result, key, None) for key in _NAMES}
-        model = given.get("model")
+        parts = result if isinstance(result, Mapping) else {key: getattr(result, key, None) for key in _NAMES}
+        model = parts.get("model")
         if not isinstance(model, nn.Module):
             held = "" if model is None else f" whose model is a {type(model).__name__}"
             raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-        return {"model": model, **parts_among(given)}
+        return {"model": model, **parts_among(parts)}
 
 
 @dataclass
@@ -136,11 +133,11 @@ class Original:
         return parts
 
 
-def parts_among(given: Mapping[str, Any]) -> dict[str, Any]:
+def parts_among(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``batch``, ``loss`` and ``optimizers`` (or ``optimizer``) of a mapping; None where it has none."""
-    several = given.get("optimizers")
-    optimizers = given.get("optimizer") if several is None else several
-    return {"batch": given.get("batch"), "loss": given.get("loss"), "optimizers": optimizers}
+    several = parts.get("optimizers")
+    optimizers = parts.get("optimizer") if several is None else several
+    return {"batch": parts.get("batch"), "loss": parts.get("loss"), "optimizers": optimizers}
 
 
 def _are_optimizers(value: Any) -> bool:
@@ -169,11 +166,8 @@ def from_callable(function: Callable[..., Any], name: str = "", beside: Mapping[
 def from_file(words: str, guarded: bool = True) -> Factory | Original:
     """Import the file of ``file.py:attribute``, with its folder on ``sys.path``, and return the factory.
 
-    Args:
-        guarded: import it where no GPU is at hand and no weights are loaded.
-
-    Raises:
-        ValueError: no such file or attribute, not callable, needs arguments, or the file cannot be imported.
+    ``guarded``: import it where no GPU is at hand and no weights are loaded. Raises ValueError for no such file or
+    attribute, one that is not callable or needs arguments, or a file that cannot be imported.
     """
     path, _, attribute = words.rpartition(":")
     file = Path(path).expanduser().resolve()
@@ -262,12 +256,7 @@ PAIRS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_M
 class Configuration:
     """Models of a transformers ``config.json``: nothing is loaded from a hub, no weights, no foreign code.
 
-    Args:
-        name: the model's, in tables.
-        data: of the ``config.json``.
-        where: a file or a name, for errors.
-
-    Raises ValueError for what transformers does not know.
+    ``where``: the file or the name, for errors. Raises ValueError for what transformers does not know.
     """
 
     def __init__(self, name: str, data: Any, where: str) -> None:

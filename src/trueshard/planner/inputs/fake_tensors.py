@@ -65,12 +65,8 @@ def refuse_sharded(model: nn.Module) -> None:
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[int, torch.Tensor]]:
     """Return a copy of ``model`` on fake tensors, and the stand-in of each tensor by the tensor's ``id``.
 
-    Args:
-        model: any module, on any device; it stays as it is, and none of its data is copied.
-        dtype: of floating-point parameters and buffers; None: their own.
-
-    Raises:
-        ValueError: the model is sharded, has parameters without a shape, or cannot be copied.
+    The model stays as it is, and none of its data is copied. ``dtype``: of floating-point parameters and buffers; None:
+    their own. Raises ValueError if it is sharded, has parameters without a shape, or cannot be copied.
     """
     refuse_sharded(model)
     stand_ins = _stand_ins(model, dtype)

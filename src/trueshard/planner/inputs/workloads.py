@@ -1,11 +1,13 @@
-"""Make a ``Workload`` of a configuration, a file, a function or a module."""
+"""Make a ``Workload`` of a configuration, a file, a function or a module; optimizers by words."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
+import inspect
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,9 +18,12 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import resolve_latest
+from trueshard.errors import one_line
 from trueshard.model import names
+from trueshard.model.names import Index
+from trueshard.model.units import choose_units
 from trueshard.planner.inputs.architectures import unknown
-from trueshard.planner.inputs.batches import Feed, Loss, MakeBatch, example_feed, model_loss, module_feed
+from trueshard.planner.inputs.batches import Feed, Loss, MakeBatch, example_feed, hub_feed, model_feed, model_loss
 from trueshard.planner.inputs.factories import (
     Configuration,
     Factory,
@@ -30,8 +35,6 @@ from trueshard.planner.inputs.factories import (
     read_configuration,
 )
 from trueshard.planner.inputs.fake_tensors import mapped
-from trueshard.planner.inputs.hub_batches import hub_feed
-from trueshard.planner.inputs.optimizers import checked, optimizers_of
 from trueshard.planner.workload import Workload
 from trueshard.plans import dtype_name
 
@@ -176,17 +179,136 @@ def _off_meta(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if is_meta else value
 
 
-def model_feed(model: nn.Module, sequence: int | None) -> Feed:
-    """Return a feed by the configuration of a model of transformers (PEFT's wrappers taken off), else by the code."""
-    hub = sys.modules.get("transformers.modeling_utils")
-    base: Any = names.unwrap(model)
-    if hasattr(base, "get_base_model"):
-        base = base.get_base_model()
-    if hub is not None and isinstance(base, hub.PreTrainedModel):
-        return hub_feed(type(base), base.config, sequence)
-    return module_feed(model, sequence)
-
-
 def is_size(batch: Any) -> bool:
     """Return True for ``(microbatch, sequence)``."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(type(count) is int for count in batch)
+
+
+# Optimizers by words, as a step on a GPU would run them
+
+Make = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+
+WAYS: dict[str, dict[str, bool]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+}
+"""Ending of a name → which of torch's implementations."""
+
+
+def optimizers_of(words: str | Callable[[nn.Module], Any]) -> Make:
+    """Return a function that makes optimizers over the parameters of a model that require a gradient.
+
+    Args:
+        words: ``"sgd-momentum"``, or a class of ``torch.optim`` in any case, perhaps with an ending of ``WAYS``
+            (``"adamw-fused"``); or ``"package.module:Class"``; each perhaps with settings after a colon
+            (``"adamw:betas=(0.9, 0.95),weight_decay=0.1"``). Without an ending it is foreach where the class has
+            that, torch's default on a GPU. ``"muon"`` takes the matrices of blocks and AdamW the rest, as its authors
+            say. Or a callable(model) → optimizer(s). ValueError if the words name nothing.
+    """
+    if not isinstance(words, str):
+        return lambda model: checked(words, getattr(words, "__name__", "the optimizer function"), model)
+    cls, settings = _parse(words)
+    accepted = inspect.signature(cls).parameters
+    if "lr" in accepted and accepted["lr"].default is inspect.Parameter.empty:
+        settings.setdefault("lr", 1e-3)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        for key in settings:
+            if key not in accepted:
+                near = names.nearest(key, list(accepted)[1:])
+                raise ValueError(f"optimizer {words!r}: {cls.__name__} takes no {key!r}.{near}")
+    if "foreach" in accepted and not settings.get("fused"):
+        settings.setdefault("foreach", True)
+
+    def make(model: nn.Module) -> Sequence[torch.optim.Optimizer]:
+        parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
+        try:
+            if cls is torch.optim.Muon:
+                return _muon(model, parameters, settings)
+            return [cls([name for _, name in parameters], **settings)]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"optimizer {words!r}: {cls.__name__} refuses: {one_line(error)}") from None
+
+    return make
+
+
+def checked(optimizers: Any, name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return one optimizer or several, or what a function of ``model`` makes, as a list; else raise ValueError."""
+    if callable(optimizers) and not isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = optimizers(model)
+    optimizers = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"{name} gives a {type(optimizer).__name__}, not torch.optim.Optimizer object(s)")
+    return several
+
+
+def _parse(words: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class that words name, and its settings."""
+    name, *rest = words.split(":", 2 if "." in words.partition(":")[0] else 1)
+    if "." not in name:
+        cls, preset = _named(name.strip().lower(), words)
+        return cls, preset | _settings(rest[0] if rest else "", words)
+    if not rest:
+        raise ValueError(f"optimizer {words!r}: write package.module:Class")
+    try:
+        classes = _classes(importlib.import_module(name))
+    except ImportError as error:
+        raise ValueError(f"optimizer {words!r}: {name} cannot be imported ({error})") from None
+    if rest[0] not in classes:
+        near = names.nearest(rest[0], classes)
+        raise ValueError(f"optimizer {words!r}: {name} has no optimizer {rest[0]!r}.{near}")
+    return classes[rest[0]], _settings(rest[1] if len(rest) > 1 else "", words)
+
+
+def _named(name: str, words: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    preset: dict[str, Any] = {}
+    for ending, way in WAYS.items():
+        if name.endswith(f"-{ending}"):
+            name, preset = name.removesuffix(f"-{ending}"), {**way}
+    if name == "sgd-momentum":
+        name, preset = "sgd", preset | {"momentum": 0.9}
+    classes = {key.lower(): cls for key, cls in _classes(torch.optim).items()}
+    if name not in classes:
+        near = names.nearest(name, sorted(classes))
+        raise ValueError(
+            f"no optimizer is called {words!r}.{near} Known: {', '.join(sorted([*classes, 'sgd-momentum']))}"
+        )
+    return classes[name], preset
+
+
+def _classes(module: Any) -> dict[str, type[torch.optim.Optimizer]]:
+    base = torch.optim.Optimizer
+    classes = {key: value for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)}
+    return {key: cls for key, cls in classes.items() if cls is not base}
+
+
+def _settings(text: str, words: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise SyntaxError
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(f"optimizer {words!r}: {text!r} is no list of settings; write key=value,key=value") from None
+
+
+def _muon(
+    model: nn.Module, parameters: list[tuple[str, nn.Parameter]], settings: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
+    """Make Muon for the matrices inside blocks, AdamW for embeddings, heads, gains and biases, as its author does."""
+    blocks = tuple(f"{name}." for name in choose_units(Index(model), "auto"))
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        is_matrix = parameter.ndim == 2 and name.startswith(blocks) and id(parameter) not in tables
+        (matrices if is_matrix else others).append(parameter)
+    made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **settings)] if matrices else []
+    return [*made, torch.optim.AdamW(others, foreach=True)] if others else made

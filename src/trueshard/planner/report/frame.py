@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -18,7 +19,7 @@ SHOWING = "trueshard.planner.report"
 """Package of what all pages share: colours, tables, switches, and small parts of drawing."""
 
 
-def framed(title: str, text: str, data: Any, main: File, styles: list[File], scripts: list[File]) -> str:
+def framed(title: str, text: str, data: Any, main: File, scripts: Sequence[File], styles: Sequence[File] = ()) -> str:
     """Return a page.
 
     Args:
@@ -26,8 +27,8 @@ def framed(title: str, text: str, data: Any, main: File, styles: list[File], scr
         text: shown without scripts.
         data: drawn by the scripts: plain data, finite numbers only.
         main: file with the content of `<main>`.
-        styles: its own CSS files.
-        scripts: its own JavaScript files, in the order in which they run.
+        scripts: its JavaScript files besides the shared ones, in the order in which they run.
+        styles: its CSS files besides the shared ones.
     """
     plain = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return Template(_text((SHOWING, "frame.html"))).substitute(

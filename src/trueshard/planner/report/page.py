@@ -1,14 +1,16 @@
 """A study as one HTML file: memory over the step, its time line, alternatives, the largest tensors at the peak.
 
-What is drawn is thinned out: peaks are kept, and streams stay as busy as they were.
+What is drawn is thinned out: peaks are kept, and streams stay as busy as they were. Another page has plans side by
+side: their forecasts, and the settings and units that differ.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,13 @@ from numpy.typing import NDArray
 
 from trueshard.planner import ledger
 from trueshard.planner.ledger import Curve, Numbers, Peak, Series
-from trueshard.planner.report import summary
+from trueshard.planner.report import compare, summary
 from trueshard.planner.report.compare import Collapsed, collapse
 from trueshard.planner.report.frame import SHOWING, framed
 from trueshard.planner.timeline import Span, Timeline
 from trueshard.planner.trace import Allocation, Communication, EventPlace, Kernel, Kind, Trace
 from trueshard.planner.workload import Study
-from trueshard.text import size
+from trueshard.plans import Forecast, Plan
 
 STACK: tuple[Kind, ...] = (
     *("parameters", "optimizer", "inputs"),
@@ -40,13 +42,12 @@ TENSORS = 25
 
 
 def page(study: Study, grid: dict[str, Any] | None = None) -> str:
-    """Return the page as text; ``grid``: the points of its sliders, of ``planner.grid``."""
+    """Return the page as text; ``grid``: the points of its sliders, of ``choose_plan.grid``."""
     return framed(
         title=summary.headline(study.forecast),
         text=summary.text(study),
         data=_data(study) | {"grid": grid},
         main=(SHOWING, "page.html"),
-        styles=[],
         scripts=[(SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_grid.js", "page_tables.js")],
     )
 
@@ -56,13 +57,14 @@ def _data(study: Study) -> dict[str, Any]:
     live = ledger.curve(study.trace)
     peak = ledger.peak(study.trace)
     mine, *others = summary.every_plan(study)
+    figures = summary.figures(forecast)
     return {
         "headline": summary.headline(forecast),
         "counted": forecast.counted,
         "settings": summary.settings(study),
         "fits": forecast.fits,
         "verdict": summary.verdict(forecast),
-        "tiles": _tiles(study),
+        "tiles": [{"label": label, "value": words, "note": note} for label, _, words, note in figures],
         "reserved": forecast.peak_reserved_bytes,
         "budget": forecast.budget_bytes,
         "seconds": study.timeline.seconds,
@@ -80,22 +82,6 @@ def _data(study: Study) -> dict[str, Any]:
         "reasons": list(dict.fromkeys(study.reasons)),
         "assumptions": list(dict.fromkeys(study.assumptions)),
     }
-
-
-def _tiles(study: Study) -> list[dict[str, Any]]:
-    forecast = study.forecast
-    step = max(forecast.step_seconds, 1e-12)
-    where = f"in {forecast.peak_phase}" + (f" of {forecast.peak_unit}" if forecast.peak_unit else "")
-    exposed = forecast.exposed_communication_seconds
-    rows = [
-        ("Live peak", size(forecast.peak_live_bytes), where),
-        ("Reserved peak", size(forecast.peak_reserved_bytes), f"of {size(forecast.budget_bytes)}"),
-        ("Step", summary.duration(forecast.step_seconds), f"{summary.duration(forecast.compute_seconds)} computing"),
-        (f"{forecast.counted.capitalize()} a second", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
-        ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
-        ("Received", size(forecast.bytes_received_per_step), f"a rank and step; {exposed / step:.1%} of time waiting"),
-    ]
-    return [{"label": label, "value": value, "note": note} for label, value, note in rows]
 
 
 def _memory(study: Study, live: Curve, peak: Peak) -> dict[str, Any]:
@@ -302,3 +288,68 @@ def _lane(stream: str, spans: Iterable[_Merged]) -> dict[str, Any]:
         indices = (indices_of.setdefault(getattr(span, key), len(indices_of)) for key, indices_of in words.items())
         rows.append([*seconds, span.count, *indices])
     return {"stream": stream, "spans": rows} | {f"{key}s": list(indices_of) for key, indices_of in words.items()}
+
+
+# Plans side by side
+
+_OF_FORECAST = ("hardware", "ranks", "sequence", "microbatch", "accumulation", "optimizer")
+"""Settings of the job, which are the forecast's."""
+
+
+def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
+    """Return the page of two plans or more, given with their names; raise ValueError for a plan without a forecast."""
+    for name, plan in plans:
+        if plan.forecast is None:
+            raise ValueError(
+                f"{name} has no forecast to compare; `trueshard plan MODEL --out FILE` writes plans with one"
+            )
+    forecasts = [plan.forecast for _, plan in plans if plan.forecast is not None]
+    names = [name for name, _ in plans]
+    differences = [[name, compare.diff(plans[0][1], plan)] for name, plan in plans[1:]]
+    return framed(
+        title=f"{forecasts[0].model}: {' and '.join(names)}",
+        text="\n\n".join(f"{names[0]} → {name}\n{text}" for name, text in differences),
+        data={
+            "headline": f"{forecasts[0].model}: plans compared",
+            "names": names,
+            "plans": list(map(_bars, forecasts)),
+            "figures": _figures(forecasts),
+            "settings": _settings([plan for _, plan in plans]),
+            "differences": differences,
+        },
+        main=(SHOWING, "compare.html"),
+        scripts=[(SHOWING, "compare.js")],
+    )
+
+
+def _bars(forecast: Forecast) -> dict[str, Any]:
+    waiting = forecast.exposed_communication_seconds
+    rest = max(forecast.step_seconds - forecast.compute_seconds - waiting, 0.0)
+    return {
+        "where": summary.headline(forecast),
+        "verdict": summary.verdict(forecast),
+        "fits": forecast.fits,
+        "live": forecast.peak_live_bytes,
+        "kinds": [[kind, forecast.peak_by_kind.get(kind, 0)] for kind in STACK],
+        "seconds": forecast.step_seconds,
+        "parts": [["computing", forecast.compute_seconds], ["waiting", waiting], ["rest", rest]],
+    }
+
+
+def _figures(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """Return rows of a table: a label, a cell of each plan, and by how much the last differs from the first."""
+    rows = []
+    for columns in zip(*map(summary.figures, forecasts), strict=True):
+        labels, values, words, _ = zip(*columns, strict=True)
+        change = f"{values[-1] / values[0] - 1:+.1%}" if values[0] else ""
+        rows.append({"label": labels[0], "cells": list(words), "change": change})
+    return rows
+
+
+def _settings(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return the settings that differ; the batch is among them."""
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in compare.NO_SETTINGS]
+    columns = [(name, [getattr(plan, name) for plan in plans]) for name in names]
+    columns += [(f"{name} (forecast)", [getattr(plan.forecast, name) for plan in plans]) for name in _OF_FORECAST]
+    rows = [{"label": label, "cells": list(map(str, values))} for label, values in columns]
+    return [row for row in rows if len(set(row["cells"])) > 1]

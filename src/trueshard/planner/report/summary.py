@@ -1,4 +1,4 @@
-"""A study as text for a terminal, and as JSON for programs."""
+"""A study as text for a terminal, as JSON for programs, and as the rows that pages show, too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def text(study: Study) -> str:
     forecast = study.forecast
     blocks = [
         [line for words in (headline(forecast), settings(study)) for line in textwrap.wrap(words, WIDTH)],
-        _listed("Taken for granted", study.assumptions),
+        listed("Taken for granted", study.assumptions),
         _units(study),
         _memory(forecast),
         _phases(study),
         _communication(forecast),
         _time(study),
-        _listed("Why", (*study.reasons, *_unit_reasons(study))),
+        listed("Why", (*study.reasons, *_unit_reasons(study))),
         _alternatives(study),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -83,6 +83,9 @@ def pareto(forecasts: Sequence[Forecast]) -> list[int]:
         if not front or speeds[number] > speeds[front[-1]]:
             front.append(number)
     return front
+
+
+# Words
 
 
 def headline(forecast: Forecast) -> str:
@@ -137,6 +140,40 @@ def operations(count: float) -> str:
     return f"{count:,.0f} {prefixes[0]}FLOP"
 
 
+def listed(title: str, sentences: Sequence[str]) -> list[str]:
+    """Return lines with a title and a list of sentences, each once; none without sentences."""
+    lines = [
+        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+        for sentence in dict.fromkeys(sentences)
+    ]
+    return [title, *lines] if lines else []
+
+
+def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """Return an indented table without a head; a last cell that is too long goes on below itself."""
+    room = WIDTH - 2 - sum(2 + max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1))
+    wrapped = []
+    for *first, last in rows:
+        parts = textwrap.wrap(last, max(room, 20)) or [""]
+        wrapped += [(*first, parts[0]), *(("",) * len(first) + (part,) for part in parts[1:])]
+    return [f"  {line}" for line in table(("",) * len(rows[0]), wrapped, right)[2:]]
+
+
+def _short(words: str, width: int) -> str:
+    """Return at most ``width`` characters, cut in the middle."""
+    if len(words) <= width:
+        return words
+    tail = (width - 1) // 2
+    return f"{words[: width - 1 - tail]}…{words[-tail:]}"
+
+
+def _share(words: str, seconds: float, step: float) -> str:
+    return f"{words}, {seconds / (step or 1.0):.1%} of the step" if words else ""
+
+
+# Units
+
+
 def unit_rows(study: Study) -> list[dict[str, Any]]:
     """Return the plan's units, repeated equal ones as one.
 
@@ -169,45 +206,42 @@ def unit_rows(study: Study) -> list[dict[str, Any]]:
 
 def _units(study: Study) -> list[str]:
     units = unit_rows(study)
-    cells = [
-        {
-            "unit": unit["name"],
-            "": times(unit["count"]),
-            "parameters": f"{unit['parameters']:,}",
-            "size": size(unit["bytes"]),
-            "dtype": _short_dtypes(unit["dtype"]),
-            "reshard": unit["reshard"],
-            "recompute": unit["recompute"] + (" (frozen)" if unit["parameters"] and not unit["trainable"] else ""),
-            "at peak": size(unit["at_peak"]),
-            "received": size(unit["received"]),
-        }
+    head = ("unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received")
+    rows = [
+        (
+            unit["name"],
+            times(unit["count"]),
+            f"{unit['parameters']:,}",
+            size(unit["bytes"]),
+            _short_dtypes(unit["dtype"]),
+            unit["reshard"],
+            unit["recompute"] + (" (frozen)" if unit["parameters"] and not unit["trainable"] else ""),
+            size(unit["at_peak"]),
+            size(unit["received"]),
+        )
         for unit in units
     ]
-    empty = dict.fromkeys(("", "size", "dtype", "recompute", "at peak", "received"), "")
-    cells += [
-        empty | {"unit": parameter.name, "parameters": f"{parameter.parameters:,}", "reshard": "replicated"}
+    rows += [
+        (parameter.name, "", f"{parameter.parameters:,}", "", "", "replicated", "", "", "")
         for parameter in study.plan.replicated
     ]
-    head = ["unit", "", "parameters", "size", "dtype", "reshard", "recompute", "at peak", "received"]
-    lines = _narrowed(head, cells)
+    lines = _narrowed(head, rows)
     if any(unit["count"] > 1 for unit in units):
         lines.append("Parameters and size are those of one unit; memory at the peak and traffic those of the row.")
     return ["Units", *lines]
 
 
-def _narrowed(head: list[str], cells: Sequence[dict[str, str]]) -> list[str]:
+def _narrowed(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of the table of units; too wide, it has shorter names, then no sizes, then no dtypes."""
-    numbers = ("", "parameters", "size", "at peak", "received")
-    lines: list[str] = []
     for without in ((), ("size",), ("size", "dtype")):
-        shown = [name for name in head if name not in without]
-        right = [shown.index(name) for name in numbers if name in shown]
-        for longest in range(40, 15, -1):
-            rows = [(_short(cell["unit"], longest), *(cell[name] for name in shown[1:])) for cell in cells]
-            lines = table(shown, rows, right)
-            if max(map(len, lines)) <= WIDTH:
-                return lines
-    return lines
+        columns = [i for i, name in enumerate(head) if name not in without]
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in columns[1:]]
+        room = WIDTH - sum(2 + width for width in widths)
+        if room > 15:
+            break
+    shown = [(_short(row[0], min(room, 40)), *(row[i] for i in columns[1:])) for row in rows]
+    numbers = ("", "parameters", "size", "at peak", "received")
+    return table([head[i] for i in columns], shown, [at for at, i in enumerate(columns) if head[i] in numbers])
 
 
 def _short_dtypes(dtype: str) -> str:
@@ -216,12 +250,47 @@ def _short_dtypes(dtype: str) -> str:
     return "+".join(names.get(part, part) for part in dtype.split("+")) if "+" in dtype else dtype
 
 
+def _unit_reasons(study: Study) -> Iterator[str]:
+    for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
+        if row.items[0].why not in ("", "root"):
+            yield f"{row}: {row.items[0].why}."
+    for parameter in study.plan.replicated:
+        yield f"{parameter.name} is replicated: {parameter.why}."
+
+
+# Memory, communication, time
+
+
+def figures(forecast: Forecast) -> list[tuple[str, float, str, str]]:
+    """Return (label, value, value in words, note) of the figures that pages begin with."""
+    computing, step = duration(forecast.compute_seconds), forecast.step_seconds
+    waiting = forecast.exposed_communication_seconds / (step or 1.0)
+    received, rate = forecast.bytes_received_per_step, forecast.tokens_per_second_per_rank
+    return [
+        ("Live peak", forecast.peak_live_bytes, size(forecast.peak_live_bytes), _where(forecast)),
+        (
+            "Reserved peak",
+            forecast.peak_reserved_bytes,
+            size(forecast.peak_reserved_bytes),
+            f"of {size(forecast.budget_bytes)}",
+        ),
+        ("Step", step, duration(step), f"{computing} computing"),
+        (f"{forecast.counted.capitalize()} a second", rate, f"{rate:,.0f}", "a rank"),
+        ("MFU", forecast.mfu, f"{forecast.mfu:.1%}", "recomputation not counted"),
+        ("Received", received, size(received), f"a rank and step; {waiting:.1%} of time waiting"),
+    ]
+
+
+def _where(forecast: Forecast) -> str:
+    return f"in {forecast.peak_phase}" + (f" of {forecast.peak_unit}" if forecast.peak_unit else "")
+
+
 def _memory(forecast: Forecast) -> list[str]:
-    where = f"in {forecast.peak_phase}" + (f" of {forecast.peak_unit}" if forecast.peak_unit else "")
     live = max(forecast.peak_live_bytes, 1)
     rows = [(kind, size(count), f"{count / live:.0%}", "") for kind, count in forecast.peak_by_kind.items()]
+    what = _short(f"what tensors take at the peak, {_where(forecast)}", 62)
     rows += [
-        ("live", size(forecast.peak_live_bytes), "", _short(f"what tensors take at the peak, {where}", 62)),
+        ("live", size(forecast.peak_live_bytes), "", what),
         ("reserved", size(forecast.peak_reserved_bytes), "", "as torch.cuda.max_memory_reserved() would say"),
         ("budget", size(forecast.budget_bytes), "", verdict(forecast)),
         ("overhead", size(forecast.overhead_bytes), "", "context and communicators, outside of torch's allocator"),
@@ -242,10 +311,10 @@ def phase_rows(study: Study) -> list[dict[str, Any]]:
             "name": phase.name,
             "live": size(phase.live_bytes) + (" (largest)" if phase.live_bytes == most else ""),
             "time": "unknown" if phase.seconds is None else duration(phase.seconds) if phase.seconds else "none",
-            "share": f"{phase.seconds / phase.every / total:.0%}" if phase.seconds is not None and total else "",
+            "share": f"{seconds / total:.0%}" if seconds is not None and total else "",
             "needs": " · ".join([*(f"{name} {size(count)}" for name, count in phase.needs.items()), *phase.notes]),
         }
-        for phase in study.phases
+        for phase, seconds in zip(study.phases, every, strict=True)
     ]
 
 
@@ -269,33 +338,25 @@ def phases_title(study: Study) -> str:
 def _communication(forecast: Forecast) -> list[str]:
     rows = [(op.replace("_", "-"), size(count)) for op, count in forecast.received_by_collective.items()]
     rows.append(("together", size(forecast.bytes_received_per_step)))
-    return ["Received by a rank in a step", *_indented(rows, right=(1,)), *_by_axis(forecast)]
-
-
-def _by_axis(forecast: Forecast) -> list[str]:
-    """Return bytes and exposed time by axis, where there are several."""
-    exposed = forecast.exposed_by_axis
-    axes = dict.fromkeys([*forecast.received_by_axis, *exposed])
+    lines = ["Received by a rank in a step", *_indented(rows, right=(1,))]
+    received, exposed = forecast.received_by_axis, forecast.exposed_by_axis
+    axes = dict.fromkeys([*received, *exposed])
     if set(axes) <= {"shard"}:
-        return []
-    rows = [
-        (axis, size(forecast.received_by_axis.get(axis, 0)), duration(exposed.get(axis, 0.0)), "waited for")
-        for axis in axes
-    ]
-    return ["", "By axis of the mesh", *_indented(rows, right=(1, 2))]
+        return lines
+    by_axis = [(axis, size(received.get(axis, 0)), duration(exposed.get(axis, 0.0)), "waited for") for axis in axes]
+    return [*lines, "", "By axis of the mesh", *_indented(by_axis, right=(1, 2))]
 
 
 def _time(study: Study) -> list[str]:
     forecast = study.forecast
     again = forecast.flops_per_step - forecast.model_flops_per_step
-    work = operations(forecast.model_flops_per_step) + (
-        f", and {operations(again)} again by recomputing" if again else ""
-    )
-    rows = [("step", duration(forecast.step_seconds), "")]
-    rows += [(name, duration(seconds), words) for name, seconds, words in time_parts(study)]
-    rows[1] = (*rows[1][:2], work)
+    work = operations(forecast.model_flops_per_step)
+    work += f", and {operations(again)} again by recomputing" if again else ""
+    (computing, seconds, _), *others = time_parts(study)
+    rows = [("step", duration(forecast.step_seconds), ""), (computing, duration(seconds), work)]
+    rows += [(name, duration(seconds), words) for name, seconds, words in others]
     if bubble := forecast.bubble_seconds:
-        words = _of_step("of the waiting, while the pipeline fills and drains", bubble, forecast.step_seconds)
+        words = _share("of the waiting, while the pipeline fills and drains", bubble, forecast.step_seconds)
         rows.append(("bubble", duration(bubble), words))
     rows += [
         (f"{forecast.counted}/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
@@ -321,19 +382,7 @@ def time_parts(study: Study) -> list[tuple[str, float, str]]:
         ("other ranks", rest - host, "the slowest of several nodes"),
     ]
     shown = [part for part in parts if part[1] > step / 10000 or part[0] in ("computing", "waiting")]
-    return [(name, seconds, _of_step(words, seconds, step)) for name, seconds, words in shown]
-
-
-def _of_step(words: str, seconds: float, step: float) -> str:
-    return f"{words}, {seconds / (step or 1.0):.1%} of the step" if words else ""
-
-
-def _unit_reasons(study: Study) -> Iterator[str]:
-    for row in collapse(study.plan.units, lambda unit: unit.name, lambda unit: unit.why):
-        if row.items[0].why not in ("", "root"):
-            yield f"{row}: {row.items[0].why}."
-    for parameter in study.plan.replicated:
-        yield f"{parameter.name} is replicated: {parameter.why}."
+    return [(name, seconds, _share(words, seconds, step)) for name, seconds, words in shown]
 
 
 def _alternatives(study: Study) -> list[str]:
@@ -351,29 +400,3 @@ def _alternatives(study: Study) -> list[str]:
         f"{count}; of those that fit, nothing is both smaller and faster than these:",
         *(f"  {line}" for line in table(("reserved", f"{study.forecast.counted}/s", "plan"), rows, right=(0, 1))),
     ]
-
-
-def _listed(title: str, sentences: Sequence[str]) -> list[str]:
-    lines = [
-        textwrap.fill(sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
-        for sentence in dict.fromkeys(sentences)
-    ]
-    return [title, *lines] if lines else []
-
-
-def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Return an indented table without a head; a last cell that is too long goes on below itself."""
-    room = WIDTH - 2 - sum(2 + max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1))
-    wrapped = []
-    for *first, last in rows:
-        parts = textwrap.wrap(last, max(room, 20)) or [""]
-        wrapped += [(*first, parts[0]), *(("",) * len(first) + (part,) for part in parts[1:])]
-    return [f"  {line}" for line in table(("",) * len(rows[0]), wrapped, right)[2:]]
-
-
-def _short(words: str, width: int) -> str:
-    """Return at most ``width`` characters, cut in the middle."""
-    if len(words) <= width:
-        return words
-    tail = (width - 1) // 2
-    return f"{words[: width - 1 - tail]}…{words[-tail:]}"

@@ -9,24 +9,24 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trueshard.model import policies
-from trueshard.options import DEFAULTS, Recompute
+from trueshard.options import DEFAULTS, Offload, Recompute
 from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.hardware import Mode
 from trueshard.planner.inputs.batches import quietly
+from trueshard.planner.process import Task, Workers
 from trueshard.planner.reserve import LARGE_SEGMENT
 from trueshard.planner.search.costs import Costs, Layout, PlannedUnit, UnitCost, measured, summed
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, Values
 from trueshard.planner.simulation.extension import KEPT
 from trueshard.planner.simulation.repeats import FEWEST, find_runs
 from trueshard.planner.simulation.simulate import Short, Simulation, Simulator
-from trueshard.planner.workers import Task, Workers
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan, Unit
 
@@ -44,18 +44,12 @@ MARGIN = 2 * LARGE_SEGMENT
 
 
 class Simulations:
-    """A workload's simulations, run in workers.
-
-    Args:
-        workload: of all jobs.
-        workers: as of ``Workers``; 0: in this process.
-        check: runs beside the rest, as the task ``check``.
-    """
+    """A workload's simulations, run in workers, of which there are as ``Workers`` says; beside them runs ``check``."""
 
     def __init__(self, workload: Workload, workers: int | None, check: Callable[[], Any] = lambda: None) -> None:
         self.simulator = Simulator(workload, self._run_all)
         functions: dict[str, Callable[..., Any]] = {"run": self._run, "probe": self._probe, "check": check}
-        self.workers = Workers({name: _quiet(function) for name, function in functions.items()}, workers)
+        self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
     def prepare(self) -> None:
         """Build the model, so that workers have it."""
@@ -68,7 +62,7 @@ class Simulations:
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
         tasks = [self.workers.start("run", _sendable(short)) for short in shorts]
-        return [self.workers.result(task) for task in tasks]
+        return [task() for task in tasks]
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
@@ -85,14 +79,6 @@ class Simulations:
 
     def _with_workload(self, short: Short) -> Short:
         return dataclasses.replace(short, job=dataclasses.replace(short.job, workload=self.simulator.workload))
-
-
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        with quietly():
-            return function(*arguments)
-
-    return run
 
 
 def _sendable(short: Short) -> Short:
@@ -124,16 +110,8 @@ class Expected:
 class Evaluator:
     """Predicts candidates, studies some, and keeps the best.
 
-    Attributes:
-        replicas: numbers of replicas that the options allow.
-        simulations: run in ``workers``, from when their context is entered.
-        forecasts: of every candidate that was studied so far.
-        best: the fastest of these that fits.
-        smallest: the one that takes the least memory.
-        studies: of these two; others are not kept.
-
-    Raises:
-        ValueError: ``shard()`` refuses every mesh, or the budget is more than any device has.
+    Simulations run in ``workers``, from when their context is entered. Raises ValueError if ``shard()`` refuses every
+    mesh, or the budget is more than any device has.
     """
 
     def __init__(
@@ -147,9 +125,13 @@ class Evaluator:
         self.simulations = Simulations(space.workload, workers, check)
         self.workers = self.simulations.workers
         self.forecasts: dict[Candidate, Forecast] = {}
+        """Of every candidate that was studied so far."""
         self.best: Candidate | None = None
+        """The fastest of these that fits."""
         self.smallest: Candidate | None = None
+        """The one of these that takes the least memory."""
         self.studies: dict[Candidate, Study] = {}
+        """Of these two; others are not kept."""
         self.bases = functools.cache(self._bases)
         self.candidates = functools.cache(self._candidates)
         self.predicted = functools.cache(self._predicted)
@@ -158,6 +140,7 @@ class Evaluator:
         self._layout = functools.cache(self._layout_of)
         self._probes: dict[tuple[int, Recompute], Task] = {}
         self.replicas: list[int] = []
+        """Numbers of replicas that the options allow."""
         refused: list[ValueError] = []
         for replicate in space.replicas():
             try:
@@ -185,6 +168,12 @@ class Evaluator:
     def _resolved(self, replicate: int, reshard: str) -> Plan:
         options = self.space.settled(reshard_after_forward=reshard, activation_checkpointing="none")
         return self.simulations.simulator.resolve(options, self.space.cluster(replicate).mesh)
+
+    def groupings(self, offload: Offload) -> Iterator[tuple[Setting, bool]]:
+        """Yield each setting, and whether embeddings are units of their own: of two, no candidate is a mixture."""
+        for replicate, batch in itertools.product(self.replicas, self.space.batches()):
+            for split in self.bases(replicate):
+                yield Setting(replicate, *batch, offload), split
 
     def uniform(self, setting: Setting, reshard: str | int, recompute: Recompute) -> Candidate:
         """Return the candidate with all that is free set by two words, in the units that ``shard()`` makes for them."""
@@ -275,7 +264,7 @@ class Evaluator:
         if not self._probes:
             self.start_probes()
         sizes = sorted({size for size, word in self._probes if word == recompute})
-        few, many = (self.workers.result(self._probes[size, recompute]) for size in (sizes[0], sizes[-1]))
+        few, many = (self._probes[size, recompute]() for size in (sizes[0], sizes[-1]))
         share = (microbatch - sizes[0]) / max(1, sizes[-1] - sizes[0])
         costs: Costs = few.at(many, share) if share else few
         return costs
@@ -345,6 +334,11 @@ class Evaluator:
     def _above(self, candidate: Candidate) -> float:
         """Return the bytes that a studied candidate reserves above what was predicted to be live."""
         return self.forecasts[candidate].peak_reserved_bytes - self.predicted(candidate)[1]
+
+    def order(self, candidate: Candidate) -> tuple[float, float]:
+        """Return a key, smaller for better: expected seconds a token, and memory."""
+        expected = self.expected(candidate)
+        return float(f"{expected.cost:.7g}"), expected.reserved
 
     # Study
 

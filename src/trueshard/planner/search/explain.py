@@ -6,7 +6,6 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,15 +46,16 @@ def _reshard_text(plan: Plan, split: bool) -> str:
     ``split``: embeddings are units of their own; said where ``shard()`` would not do that by itself.
     """
     word = plan.reshard_after_forward
-    separate = " with embeddings apart" if split and plan.unit("").reshard_after_forward is False else ""
-    if not isinstance(word, Mapping):
-        return (f"reshard to {word} ranks" if isinstance(word, int) else f"reshard {word}") + separate
-    kept = [unit for unit in plan.units if unit.reshard_after_forward is False]
-    words = [f"keep {_listed(kept)} gathered"] if kept else []
-    for ranks in sorted({value for unit in plan.units if not isinstance(value := unit.reshard_after_forward, bool)}):
-        units = [unit for unit in plan.units if unit.reshard_after_forward == ranks]
-        words.append(f"reshard {_listed(units)} to {ranks} ranks")
-    return " and ".join(words) + separate
+    if isinstance(word, Mapping):
+        values = {unit.reshard_after_forward for unit in plan.units} - {True}  # False, which is 0, comes first
+        words = []
+        for value in sorted(values):
+            units = _listed(unit for unit in plan.units if unit.reshard_after_forward == value)
+            words.append(f"reshard {units} to {value} ranks" if value else f"keep {units} gathered")
+        text = " and ".join(words)
+    else:
+        text = f"reshard to {word} ranks" if isinstance(word, int) else f"reshard {word}"
+    return text + (" with embeddings apart" if split and plan.unit("").reshard_after_forward is False else "")
 
 
 def _recompute_text(plan: Plan) -> str:
@@ -77,37 +77,34 @@ def _listed(units: Iterable[Unit]) -> str:
 
 
 def check_largest_unit(evaluator: Evaluator) -> None:
-    """Raise if the budget is less than one unit takes: gathered, and its shard unless that may lie on the host.
-
-    Raises:
-        NothingFits: naming the unit and both sizes.
-    """
+    """Raise NothingFits if the budget is less than one unit takes: gathered, and its shard if that is not offloaded."""
     space, replicate = evaluator.space, evaluator.replicas[0]
     budget, cluster = evaluator.budget(replicate), space.cluster(replicate)
-    tensor = cluster.along("tensor")
     plan = list(evaluator.bases(replicate).values())[-1]
     compute = (plan.mixed_precision or MixedPrecision()).compute
 
-    def sizes(unit: Unit) -> tuple[int, int, int]:
-        """Return the bytes that a unit takes at least, gathered, and its shard's."""
-        parts = max(tensor, cluster.along("experts") if unit.kind == "experts" else 1)
+    def sizes(unit: Unit) -> tuple[int, int]:
+        """Return the bytes of a unit when it is gathered, and of its shard."""
+        parts = max(cluster.along("tensor"), cluster.along("experts") if unit.kind == "experts" else 1)
         gathered = (unit.parameters * getattr(torch, compute).itemsize if compute else unit.bytes) // parts
-        shard = unit.bytes // (plan.ranks[-1] * tensor)
-        return gathered + (0 if "cpu" in space.offloads else shard), gathered, shard
+        return gathered, unit.bytes // (plan.ranks[-1] * cluster.along("tensor"))
 
-    unit = max(plan.units, key=lambda unit: sizes(unit)[0])
-    least, gathered, shard = sizes(unit)
-    if least <= budget:
+    def least(unit: Unit) -> int:
+        gathered, shard = sizes(unit)
+        return gathered + (0 if "cpu" in space.offloads else shard)
+
+    unit = max(plan.units, key=least)
+    if least(unit) <= budget:
         return
+    gathered, shard = sizes(unit)
     smallest = frugal(evaluator, space.offloads[0])
-    evaluator.evaluate(smallest)
-    study = evaluator.studies[smallest]
-    name = repr(unit.name) if unit.name else "the root"
+    reserved = evaluator.evaluate(smallest).peak_reserved_bytes
     raise NothingFits(
-        f"{size(budget)} is less than one unit of {space.workload.name} takes: {name} is "
-        f"{size(gathered)} when it is gathered, and its shard {size(shard)}; the most frugal plan reserves "
-        f"{size(study.forecast.peak_reserved_bytes)}: raise memory, or make smaller units with units=",
-        study,
+        f"{size(budget)} is less than one unit of {space.workload.name} takes: "
+        f"{repr(unit.name) if unit.name else 'the root'} is {size(gathered)} when it is gathered, and its shard "
+        f"{size(shard)}; the most frugal plan reserves {size(reserved)}: raise memory, or make smaller units with "
+        "units=",
+        evaluator.studies[smallest],
     )
 
 
@@ -123,11 +120,11 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     assert smallest is not None
     study = evaluator.studies[smallest]
     forecast = study.forecast
-    least, replicate = forecast.peak_reserved_bytes, evaluator.replicas[0]
-    is_in_device = space.budget is not None and least <= space.cluster(replicate).available_bytes
-    families = [*_other_jobs(space), *([] if is_in_device else [_other_devices(space, replicate, least)])]
-    workers = evaluator.workers.count
-    change = next((words for family in families if (words := _least_that_fits(family, workers))), "")
+    least, available = forecast.peak_reserved_bytes, space.cluster(evaluator.replicas[0]).available_bytes
+    is_in_device = space.budget is not None and least <= available
+    families = [*_other_jobs(space), [] if is_in_device else _other_devices(space, evaluator.replicas[0], least)]
+    changes = (_least_that_fits(family, evaluator.workers.count) for family in families)
+    change = next(filter(None, changes), "")
     advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
     if is_in_device:
         enough = math.ceil(least / (1 << 30) * 100) / 100
@@ -140,14 +137,8 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
     )
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change in words, and what it makes of the space."""
-
-    words: str
-    space: Space
-    rather: Change | None = None
-    """The change that is better, if it fits, too."""
+Change = tuple[str, Space]
+"""A change in words, and what it makes of the space."""
 
 
 def _other_jobs(space: Space) -> Iterator[list[Change]]:
@@ -155,38 +146,39 @@ def _other_jobs(space: Space) -> Iterator[list[Change]]:
 
     First those that cost nothing, then speed, then others of the job.
     """
-
-    def changed(words: str, **instead: Any) -> Change:
-        return Change(words, dataclasses.replace(space, **instead))
-
     most_frugal = {"activation_checkpointing": "full", "reshard_after_forward": "always"}
     fixed = [name for name, word in most_frugal.items() if getattr(space.choices, name) not in ("auto", word)]
     for names in [*([name] for name in fixed), *([fixed] if len(fixed) > 1 else [])]:
         words = " with ".join(f'{name}="auto"' for name in names)
-        yield [changed(words, choices=space.choices.replace(**dict.fromkeys(names, "auto")))]
+        yield [(words, _changed(space, choices=space.choices.replace(**dict.fromkeys(names, "auto"))))]
     microbatch, accumulation = space.batches()[-1]
     smaller = []
     for samples in (number for number in range(microbatch // 2, 0, -1) if microbatch % number == 0):
         times = accumulation * microbatch // samples
-        same = changed(f"microbatch={samples} with accumulation={times}", microbatch=samples, accumulation=times)
-        fewer = dataclasses.replace(changed(f"microbatch={samples}", microbatch=samples), rather=same)
-        smaller.append(same if space.global_batch is not None else fewer)
+        same = _changed(space, microbatch=samples, accumulation=times)
+        smaller.append((f"microbatch={samples} with accumulation={times}", same))
+        if space.global_batch is None:
+            smaller.append((f"microbatch={samples}", _changed(space, microbatch=samples)))
     yield smaller
     if "cpu" not in space.offloads:
-        yield [changed('offload="cpu"', choices=space.choices.replace(offload="cpu"))]
+        yield [('offload="cpu"', _changed(space, choices=space.choices.replace(offload="cpu")))]
     lengths = [space.workload.sequence >> halving for halving in range(1, DOUBLINGS + 1)]
     workloads = [dataclasses.replace(space.workload, sequence=length) for length in lengths if length >= SHORTEST]
-    yield [changed(f"sequence={workload.sequence}", workload=workload) for workload in workloads]
+    yield [(f"sequence={workload.sequence}", _changed(space, workload=workload)) for workload in workloads]
     several = [space.ranks << doubling for doubling in range(1, DOUBLINGS + 1)]
-    yield [changed(f"ranks={ranks}", ranks=ranks) for ranks in several if (space.global_batch or 0) % ranks == 0]
+    yield [(f"ranks={n}", _changed(space, ranks=n)) for n in several if (space.global_batch or 0) % n == 0]
+
+
+def _changed(space: Space, **instead: Any) -> Space:
+    return dataclasses.replace(space, **instead)
 
 
 def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
     """Return devices of the catalogue with ``least`` bytes for torch, the smallest first."""
     devices = sorted(map(hardware, known()), key=lambda device: device.memory_bytes)
-    spaces = [dataclasses.replace(space, hardware=device, budget=None) for device in devices if device.streams]
+    spaces = [_changed(space, hardware=device, budget=None) for device in devices if device.streams]
     return [
-        Change(f'hardware="{larger.hardware.name}"', larger)
+        (f'hardware="{larger.hardware.name}"', larger)
         for larger in spaces
         if larger.cluster(replicate).available_bytes >= least
     ]
@@ -194,11 +186,10 @@ def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
 
 def _least_that_fits(family: Sequence[Change], workers: int) -> str:
     """Return the words of the first of changes with which the most frugal plan fits; "" if it does with none."""
-    if not family or not _fits(family[-1].space, workers):
+    if not family or not _fits(family[-1][1], workers):
         return ""
-    first = bisect_left(range(len(family) - 1), True, key=lambda i: _fits(family[i].space, workers))
-    rather = family[first].rather
-    return rather.words if rather and _fits(rather.space, workers) else family[first].words
+    first = bisect_left(range(len(family) - 1), True, key=lambda i: _fits(family[i][1], workers))
+    return family[first][0]
 
 
 def _fits(space: Space, workers: int) -> bool:
@@ -216,25 +207,23 @@ def _fits(space: Space, workers: int) -> bool:
 def reasons(evaluator: Evaluator, proposals: Sequence[Candidate]) -> tuple[str, ...]:
     """Return a sentence for each choice that was free: what is faster but lacks memory, and what comes next.
 
-    Figures of plans that were not studied are predicted, and told with "about".
-
-    Args:
-        evaluator: after the search.
-        proposals: the best candidate of each setting and grouping of units.
+    Figures of plans that were not studied are predicted, and told with "about". ``proposals``: the best candidate of
+    each setting and grouping of units.
     """
     space, best = evaluator.space, evaluator.best
     assert best is not None
     offload, words = best.setting.offload, ("default", *space.reshard_words(best.setting.replicate))
     settings = [Setting(replicate, *batch, offload) for replicate in evaluator.replicas for batch in space.batches()]
     candidates = [
+        best,
         *(candidate for candidate in evaluator.forecasts if candidate.setting.offload == offload),
         *(evaluator.uniform(best.setting, word, again) for word in words for again in RECOMPUTE),
         *(proposal for proposal in proposals if proposal.setting != best.setting),
         *(evaluator.uniform(setting, "always", "full") for setting in settings),
     ]
-    texts = {candidate: _choices(evaluator, candidate) for candidate in dict.fromkeys([best, *candidates])}
+    texts = {candidate: _choices(evaluator, candidate) for candidate in candidates}
     sentences = [_sentence(evaluator, best, texts, choice) for choice in texts[best]]
-    if len(space.offloads) > 1 and best.setting.offload == "none":
+    if len(space.offloads) > 1 and offload == "none":
         sentences.append("Offload none: it fits without.")
     elif len(space.offloads) > 1:
         without = [evaluator.expected(other) for other in evaluator.forecasts if other.setting.offload == "none"]
@@ -264,8 +253,7 @@ def _sentence(evaluator: Evaluator, best: Candidate, texts: Mapping[Candidate, M
     """Compare the best candidate with others in one choice: one that is faster but lacks memory, and the next best."""
     others = [other for other in texts if texts[other][choice] != texts[best][choice]]
     alone = [other for other in others if sum(texts[other][key] != texts[best][key] for key in texts[best]) == 1]
-    expected = {candidate: evaluator.expected(candidate) for candidate in (best, *others)}
-    mine = expected[best]
+    mine, expected = evaluator.expected(best), {other: evaluator.expected(other) for other in alone or others}
 
     def name(other: Candidate) -> str:
         """Return its choice; where none differs in this alone, it differs in others, too."""
@@ -274,26 +262,21 @@ def _sentence(evaluator: Evaluator, best: Candidate, texts: Mapping[Candidate, M
     def figure(other: Candidate, text: str) -> str:
         return text if expected[other].is_exact else f"about {text}"
 
-    def lack(other: Candidate) -> str:
-        return f"lacks {figure(other, size(int(expected[other].excess)))}"
-
-    fitting = [other for other in alone or others if expected[other].excess <= 0]
-    lacking = [other for other in alone or others if expected[other].excess > 0]
+    fitting = [other for other in expected if expected[other].excess <= 0]
+    lacking = [other for other in expected if expected[other].excess > 0]
     faster = [other for other in lacking if expected[other].cost < mine.cost]
     clauses = []
-    if faster:
-        other = min(faster, key=lambda other: expected[other].excess)
+    if faster or (lacking and not fitting):
+        other = min(faster or lacking, key=lambda other: expected[other].excess)
+        lack = f"lacks {figure(other, size(int(expected[other].excess)))}"
         gain = figure(other, f"{mine.cost / expected[other].cost - 1:.1%}")
-        clauses.append(f"{name(other)} would be {gain} faster but {lack(other)}")
+        clauses.append(f"{name(other)} {f'would be {gain} faster but ' if faster else ''}{lack}")
     if fitting:
         other = min(fitting, key=lambda other: (expected[other].cost, expected[other].reserved))
         loss, more = 1 - mine.cost / expected[other].cost, int(expected[other].reserved - mine.reserved)
         memory = f" and takes {figure(other, size(abs(more)))} {'more' if more > 0 else 'less'}" if more else ""
         slower = f"{figure(other, f'{loss:.1%}')} slower"
         clauses.append(f"{name(other)} is {slower if loss >= 0.0005 else f'hardly slower{memory}'}")
-    elif lacking and not faster:
-        other = min(lacking, key=lambda other: expected[other].excess)
-        clauses.append(f"{name(other)} {lack(other)}")
     words = "; ".join(clauses) or "nothing else fits the words that were given"
     text = texts[best][choice]
     return f"{text[0].upper()}{text[1:]}: {words}."

@@ -17,17 +17,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from trueshard.options import Offload
+from trueshard.planner.process import Workers
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator
 from trueshard.planner.search.space import Candidate, Setting, Space
-from trueshard.planner.workers import Workers
 from trueshard.planner.workload import Alternative, Study
 
 ENOUGH = 5e-3
@@ -44,7 +43,6 @@ def choose(
     space: Space,
     progress: Callable[[str], object] = lambda line: None,
     *,
-    seconds: float = SECONDS,
     workers: int | None = 0,
     check: Callable[[], list[str]] = list,
 ) -> Study:
@@ -53,9 +51,7 @@ def choose(
     Interrupted by Ctrl-C, it is the best so far, if any.
 
     Args:
-        space: what is asked for.
         progress: gets a line whenever a plan was studied.
-        seconds: after which no further study begins, once a plan fits.
         workers: processes that do the work; 0: this one does, None: one for each of at most two cores.
         check: runs beside the search; returns assumptions, and its error comes before one of the search.
 
@@ -70,7 +66,7 @@ def choose(
             check()
             raise
         with evaluator.workers:
-            return checked(evaluator.workers, lambda: _found(evaluator, time.perf_counter() + seconds))
+            return checked(evaluator.workers, lambda: _found(evaluator, time.perf_counter() + SECONDS))
 
 
 def checked(workers: Workers, make: Callable[[], Study]) -> Study:
@@ -82,9 +78,9 @@ def checked(workers: Workers, make: Callable[[], Study]) -> Study:
     try:
         study = make()
     except Exception:
-        workers.result(checking)
+        checking()
         raise
-    return dataclasses.replace(study, assumptions=(*study.assumptions, *workers.result(checking)))
+    return dataclasses.replace(study, assumptions=(*study.assumptions, *checking()))
 
 
 @contextlib.contextmanager
@@ -132,7 +128,7 @@ def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
     while evaluator.best is None or time.perf_counter() < until:
         candidates = proposals(evaluator, offload, until - time.perf_counter())
         if candidates:
-            candidate = min(candidates, key=lambda candidate: _order(evaluator, candidate))
+            candidate = min(candidates, key=evaluator.order)
             worth = evaluator.best_cost() * (1 - ENOUGH)
             if candidate in evaluator.forecasts or evaluator.expected(candidate).cost >= worth:
                 return
@@ -146,30 +142,18 @@ def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
         evaluator.evaluate(candidate)
 
 
-def _order(evaluator: Evaluator, candidate: Candidate) -> tuple[float, float]:
-    expected = evaluator.expected(candidate)
-    return float(f"{expected.cost:.7g}"), expected.reserved
-
-
-def _groupings(evaluator: Evaluator, offload: Offload) -> Iterator[tuple[Setting, bool]]:
-    """Yield each setting, and whether embeddings are units of their own: what a candidate cannot be a mixture of."""
-    for replicate, batch in itertools.product(evaluator.replicas, evaluator.space.batches()):
-        for split in evaluator.bases(replicate):
-            yield Setting(replicate, *batch, offload), split
-
-
 def proposals(evaluator: Evaluator, offload: Offload, seconds: float = math.inf) -> list[Candidate]:
     """Return of each setting and grouping of units the candidate that is expected to be the fastest that fits, if any.
 
     Mixtures are among them where a study of one is expected to take no more than ``seconds``.
     """
-    best = (_proposal(evaluator, *grouping, seconds) for grouping in _groupings(evaluator, offload))
+    best = [_proposal(evaluator, *grouping, seconds) for grouping in evaluator.groupings(offload)]
     return [candidate for candidate in best if candidate is not None]
 
 
 def _smallest_left(evaluator: Evaluator, offload: Offload) -> Candidate:
     """Return the candidate that takes the least memory, of those that were not studied if any."""
-    every = [member for grouping in _groupings(evaluator, offload) for member in evaluator.candidates(*grouping)]
+    every = [member for grouping in evaluator.groupings(offload) for member in evaluator.candidates(*grouping)]
     left = [candidate for candidate in every if candidate not in evaluator.forecasts]
     return min(left or every, key=lambda candidate: evaluator.expected(candidate).reserved)
 
@@ -195,7 +179,7 @@ def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: floa
         is_quick = mixture in evaluator.forecasts or evaluator.effort(mixture) <= seconds
         return mixture if gain > ENOUGH and is_quick else candidate
     # Of small models predictions are so near to each other that a study may have turned their order.
-    return min(filter(may_fit, candidates), key=lambda candidate: _order(evaluator, candidate), default=None)
+    return min(filter(may_fit, candidates), key=evaluator.order, default=None)
 
 
 def _hull(evaluator: Evaluator, candidates: list[Candidate]) -> list[Candidate]:
