@@ -434,7 +434,7 @@ class Workers:
 
 
 _functions: Mapping[str, Callable[..., Any]] = {}
-"""In a process of the pool: what tasks may call."""
+"""Functions that tasks may call, by name; set in a process of the pool."""
 
 
 def _begin(functions: Mapping[str, Callable[..., Any]]) -> None:

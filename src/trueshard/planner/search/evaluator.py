@@ -125,13 +125,13 @@ class Evaluator:
         self.simulations = Simulations(space.workload, workers, check)
         self.workers = self.simulations.workers
         self.forecasts: dict[Candidate, Forecast] = {}
-        """Of every candidate that was studied so far."""
+        """Forecasts of all candidates that were studied so far."""
         self.best: Candidate | None = None
         """The fastest of these that fits."""
         self.smallest: Candidate | None = None
         """The one of these that takes the least memory."""
         self.studies: dict[Candidate, Study] = {}
-        """Of these two; others are not kept."""
+        """Studies of these two; others are not kept."""
         self.bases = functools.cache(self._bases)
         self.candidates = functools.cache(self._candidates)
         self.predicted = functools.cache(self._predicted)
