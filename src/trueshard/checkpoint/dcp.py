@@ -1,34 +1,40 @@
-"""Read and write directories of torch.distributed.checkpoint (DCP).
+"""Read directories of torch.distributed.checkpoint (DCP), by torch's own reader; each rank reads only what it holds.
 
-Torch's own reader reads the files, and each rank only what it holds. Its planner is left out: it wants the ranks to
-communicate, and if one failed, the others would wait. Torch's own ``save`` writes, with one tensor in memory at a time.
+Torch's planner is left out: it wants the ranks to communicate, and if one failed, the others would wait. Whoever saves
+chooses the keys, so they are recognised by what they lead to:
+
+- Models: the nested dict (or the top level, as in TorchTitan) that holds most of the model's names.
+- Optimizers: whatever has ``param_groups``. By name and nested, as torch's ``get_optimizer_state_dict`` makes it; by
+  name and flat (``state.<name>.exp_avg``), as TorchTitan saves it; or by number, as ``Optimizer.state_dict()`` does.
+- All else are entries of the user.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import warnings
+import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from trueshard.checkpoint.catalogue import Catalogue
-from trueshard.checkpoint.format import check_name, join, located
-
-if TYPE_CHECKING:
-    from trueshard.checkpoint.exporting import ExportSource
+from trueshard.checkpoint import state
+from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory
+from trueshard.checkpoint.format import Manifest, TensorEntry, check_name, dtype_name, join, references
 
 _ACCELERATE = ("pytorch_model_fsdp_*", "optimizer_*")  # folders of Accelerate's ``save_state``: each is a DCP directory
+_OPTIMIZER = re.compile(r"(|.*?\.)param_groups\.")
+# Top-level names that are never entries of the user:
+_NO_ENTRIES = ("model", "models", "state_dict", "optimizer", "optimizers", "optim")
 
 
 class DcpDirectory:
@@ -47,33 +53,31 @@ class DcpDirectory:
             raise ValueError(
                 f"{directory}/.metadata is damaged ({type(error).__name__}: {error}); load an earlier checkpoint"
             ) from error
-        # Key → its path in the nested dicts that were saved, or (key,) if not recorded.
-        paths = self.metadata.planner_data or {}
-        self.paths: dict[str, tuple[Any, ...]] = {key: tuple(paths.get(key, (key,))) for key in self.saved}
         sizes: dict[str, int] = {}
         for index, info in self.metadata.storage_data.items():
             name = info.relative_path
             if name not in sizes:
-                check_name(name, f"{self.directory}/.metadata")
-                path = self.directory / name
-                if not path.is_file():
-                    raise FileNotFoundError(f"{self.directory} has no file {name!r}; it is incomplete")
-                sizes[name] = path.stat().st_size
+                check_name(name, f"{directory}/.metadata")
+                if not (directory / name).is_file():
+                    raise FileNotFoundError(f"{directory} has no file {name!r}; it is incomplete")
+                sizes[name] = (directory / name).stat().st_size
             if info.offset + info.length > sizes[name]:
-                raise ValueError(f"{self.directory}/{name} is cut short: {index.fqn!r} ends after byte {sizes[name]}")
+                raise ValueError(f"{directory}/{name} is cut short: {index.fqn!r} ends after byte {sizes[name]}")
         for key, saved in self.saved.items():
             chunks = [c.offsets for c in saved.chunks] if isinstance(saved, TensorStorageMetadata) else [None]
-            for offset in chunks:
-                if MetadataIndex(key, offset) not in self.metadata.storage_data:
-                    raise ValueError(f"{self.directory}/.metadata is damaged: it does not say where {key!r} is")
+            if any(MetadataIndex(key, offset) not in self.metadata.storage_data for offset in chunks):
+                raise ValueError(f"{directory}/.metadata is damaged: it does not say where {key!r} is")
+
+    def leaves(self) -> list[_Leaf]:
+        paths = self.metadata.planner_data or {}
+        return [_Leaf(self, key, tuple(paths.get(key, (key,)))) for key in self.saved]
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Unpickle values that are not tensors."""
         nothing, where = torch.Size((0,)), map(MetadataIndex, keys)
-        wanted = [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing) for index in where]
         receiver = _Receiver()
-        self._read(wanted, receiver)
-        return receiver.found
+        self._read([ReadItem(LoadItemType.BYTE_IO, at, nothing, at, nothing, nothing) for at in where], receiver)
+        return receiver.values
 
     def fill(self, key: str, offsets: tuple[int, ...], local: torch.Tensor) -> None:
         """Fill ``local``, whose first element is at ``offsets`` of the saved tensor, converted to its dtype."""
@@ -92,10 +96,10 @@ class DcpDirectory:
         try:
             self._reader.read_data(LoadPlan(items), receiver).wait()
         except Exception as error:  # whatever pickle and zip raise on damaged bytes
-            files = sorted({self.metadata.storage_data[item.storage_index].relative_path for item in items})
+            file = min(self.metadata.storage_data[item.storage_index].relative_path for item in items)
             names = [item.storage_index.fqn for item in items]
             raise ValueError(
-                f"{self.directory}/{files[0]} does not read at {names[0]!r}"
+                f"{self.directory}/{file} does not read at {names[0]!r}"
                 f"{f' or {len(names) - 1} more' if names[1:] else ''} ({type(error).__name__}: {error})"
             ) from error
 
@@ -119,25 +123,16 @@ class DcpDirectory:
                 )
 
 
-def dcp_directories(directory: Path) -> list[DcpDirectory]:
-    """Open the directory itself, or the DCP directories that Accelerate makes in it."""
-    if (directory / ".metadata").is_file():
-        return [DcpDirectory(directory)]
-    found = [path for pattern in _ACCELERATE for path in directory.glob(pattern) if (path / ".metadata").is_file()]
-    in_order = sorted(found, key=lambda path: (path.name.rpartition("_")[0], len(path.name), path.name))
-    return [DcpDirectory(path) for path in in_order]
-
-
 class _Receiver(dcp.DefaultLoadPlanner):
     """Receives the parts of one tensor, ``local``, or values that are not tensors."""
 
     def __init__(self, local: torch.Tensor | None = None) -> None:
         super().__init__()
         self._local = local
-        self.found: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.found[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
+        self.values[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         assert self._local is not None
@@ -170,63 +165,299 @@ class DcpCatalogue(Catalogue):
         return (begin * entry.shape[0] // entry.nbytes, *[0] * (len(entry.shape) - 1))
 
 
-def write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) -> None:
-    """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them."""
-    catalogue = source.catalogue
-    key_of: dict[str, str] = {}
-    content: dict[str, Any] = {"model": {}}
-    for key, entry in source.converted(dtype).items():
-        for name in entry.names if catalogue.manifest is not None else [source.name(key)]:
-            content["model"][name] = entry.empty("meta")
-            key_of[f"model.{name}"] = key
-    if catalogue.manifest is not None and not source.folder:
-        for prefix, record in catalogue.manifest.optimizers.items():
-            saved = _optimizer_content(catalogue, prefix.replace("/", "."), record, key_of)
-            if "/" in prefix:
-                content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
+def open_dcp(
+    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], given: Any, allow_pickle: bool
+) -> DcpCatalogue:
+    """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
+    if not allow_pickle:
+        raise ValueError(
+            f"{catalogue.where} is a directory of torch.distributed.checkpoint, whose metadata is a pickle, which "
+            "can run any code; nothing was opened. Pass allow_pickle=True if you trust whoever wrote it"
+        )
+    if not isinstance(catalogue.directory, LocalDirectory):
+        raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
+    keys = _Interpreter(catalogue.directory, lambda name: (given and given(name)) or name)
+    for i, (prefix, model) in enumerate(models.items()):
+        keys.add_model(prefix, i, model, named=given is not None)
+    keys.add_optimizers(optimizers, state.parameter_names(models))
+    keys.add_others(bool(models))
+    return keys.catalogue
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """A tensor or a value that a directory holds."""
+
+    source: DcpDirectory
+    key: str
+    path: tuple[Any, ...]  # in the nested dicts that were saved, or (key,) if not recorded
+
+    @property
+    def tensor(self) -> TensorStorageMetadata | None:
+        saved = self.source.saved[self.key]
+        return saved if isinstance(saved, TensorStorageMetadata) else None
+
+    def after(self, root: str) -> tuple[Any, ...]:
+        """Return the path below ``root``, with which the key begins."""
+        path, length = self.path, len(root)
+        while length > 0:
+            first = str(path[0])
+            if len(first) >= length:
+                return (first[length:], *path[1:])
+            length -= len(first) + 1
+            path = path[1:]
+        return path
+
+
+_Tree = dict[tuple[Any, ...], _Leaf]  # leaves by their path below some root
+_Where = tuple[DcpDirectory, str]  # a directory, and the root: what keys in it begin with
+_Optimizer = dict[str, dict[str, _Tree]]  # "state" and "param_groups" → a parameter's name, or a number → leaves
+
+
+def _match(
+    roots: Sequence[str],
+    number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
+    places: Sequence[_Where],
+) -> _Where | None:
+    """Return the only one with the first root, or else the next one, and so on; or the only one there is."""
+    for root in roots:
+        same = [where for where in places if where[1] == root]
+        numbered = [where for where in same if where[0].directory.name.endswith(f"_{number}")]
+        if len(same) == 1 or len(numbered) == 1:
+            return (numbered or same)[0]
+    return places[0] if len(places) == 1 else None
+
+
+class _Interpreter:
+    """Fills a catalogue; ``given``: a parameter's name in the model → its name, or whole key, in the directory."""
+
+    def __init__(self, directory: LocalDirectory, given: Callable[[str], str]) -> None:
+        self._manifest = Manifest()
+        self._given = given
+        self.catalogue = DcpCatalogue(directory, self._manifest.tensors, self._manifest, dcp=True)
+        folders = [directory.directory]
+        if not directory.exists(".metadata"):
+            paths = [path for pattern in _ACCELERATE for path in folders[0].glob(pattern)]
+            in_order = sorted(paths, key=lambda path: (path.name.rpartition("_")[0], len(path.name), path.name))
+            folders = [path for path in in_order if (path / ".metadata").is_file()]
+        self._leaves = [leaf for folder in folders for leaf in DcpDirectory(folder).leaves()]
+        self._taken: set[_Leaf] = set()
+        self._ours: dict[str, str] = {}  # a parameter's name in the directory → in the model
+        self._values: dict[_Leaf, Any] = {}
+
+    def add_model(self, prefix: str, number: int, model: nn.Module, named: bool) -> None:
+        """Add the tensors and extra state of model ``number``; ``named``: the user's names may be whole keys."""
+        held, extra = state.model_tensors(model)
+        wanted = {self._given(name) for each in held.values() for name in each.names}
+        whole = {leaf.key: leaf for leaf in self._leaves if named and leaf.key in wanted}
+        source, root, owned = self._model_root(prefix, number, wanted, whole)
+        record: dict[str, Any] = {}
+        for name in extra:
+            tree = {
+                leaf.after(root)[1:]: leaf
+                for leaf in self._leaves
+                if leaf.source is source and leaf.key.startswith(root + name) and leaf.after(root)[0] == name
+            }
+            if tree:
+                record[name] = self._value(tree, f"extra/{prefix}/{name}")
+        self._manifest.models[prefix] = {"class": None, "extra": record}
+        for name, leaf in (owned | whole).items():
+            if leaf.tensor is not None and name not in extra:
+                self._add_tensor(f"{prefix}/{name}", leaf)
+        self._taken.update(owned.values())
+
+    def _model_root(
+        self, prefix: str, number: int, wanted: set[str], whole: dict[str, _Leaf]
+    ) -> tuple[DcpDirectory, str, dict[str, _Leaf]]:
+        """Return the directory, the root in it, and by name all below it; ``whole``: leaves named by whole keys."""
+        found: dict[_Where, dict[str, _Leaf]] = {}
+        for leaf in self._leaves:
+            roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
+            if leaf.path == (leaf.key,):  # its path may not have been recorded
+                roots |= {root for root in ("model.", "state_dict.") if leaf.key.startswith(root)}
+            for root in roots:
+                found.setdefault((leaf.source, root), {})[leaf.key[len(root) :]] = leaf
+        scores = {where: len(wanted & owned.keys()) for where, owned in found.items()}
+        best = max(scores.values(), default=0)
+        if not best and whole:
+            return next(iter(whole.values())).source, "", whole
+        if not best:
+            keys = [leaf.key for leaf in self._leaves]
+            shown = ", ".join(keys[:5]) + (f", and {len(keys) - 5} more" if keys[5:] else "")
+            raise ValueError(
+                f"{self.catalogue.where} holds no tensor of {prefix!r}, but {shown}; say with names= what is"
+            )
+        candidates = [where for where, score in scores.items() if score == best]
+        key = prefix.partition("/")[2]
+        own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
+        chosen = _match([*own_roots, "model.", ""], number, candidates)
+        if chosen is None:
+            shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
+            raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
+        return (*chosen, found[chosen])
+
+    def _add_tensor(self, key: str, leaf: _Leaf) -> None:
+        saved = leaf.tensor
+        assert saved is not None
+        dtype = dtype_name(saved.properties.dtype)
+        self.catalogue.entries[key] = TensorEntry([key.partition("/")[2]], list(saved.size), dtype)
+        self.catalogue.saved[key] = leaf.source, leaf.key
+
+    def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
+        """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
+        self._ours = {self._given(name): name for name in name_of.values()}
+        saved = self._saved_optimizers()
+        for i, (prefix, optimizer) in enumerate(wanted.items() if saved else ()):
+            key = prefix.partition("/")[2]
+            roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
+            where = _match([*roots, "optimizer.", "optim.", ""], i, list(saved))
+            if where is None:
+                shown = ", ".join(repr(root) for _, root in saved)
+                raise ValueError(
+                    f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
+                    "optimizer={name: …}"
+                )
+            own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            self._manifest.optimizers[prefix] = self._record(prefix, optimizer, saved[where], own, len(wanted) > 1)
+
+    def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
+        result: dict[_Where, _Optimizer] = {}
+        for leaf in self._leaves:
+            match = _OPTIMIZER.match(leaf.key)
+            if match is not None and leaf not in self._taken:
+                result.setdefault((leaf.source, match[1]), {"state": {}, "param_groups": {}})
+        for leaf in self._leaves:
+            for (source, root), parts in result.items():
+                if leaf.source is source and leaf.key.startswith((f"{root}state.", f"{root}param_groups.")):
+                    first, *rest = leaf.after(root)
+                    kind, _, tail = str(first).partition(".")
+                    if not rest:
+                        name = self._parameter_in(tail)
+                        rest = [name, *tail[len(name) + 1 :].split(".")]
+                    parts[kind].setdefault(str(rest[0]), {})[tuple(rest[1:])] = leaf
+                    self._taken.add(leaf)
+        return result
+
+    def _parameter_in(self, tail: str) -> str:
+        """Return the longest name of a parameter that a flat key begins with, or a number, or all but the last word."""
+        at = len(tail)
+        while (at := tail.rfind(".", 0, at)) > 0:
+            if tail[:at] in self._ours:
+                return tail[:at]
+        return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
+
+    def _record(
+        self,
+        prefix: str,
+        optimizer: Any,
+        saved: _Optimizer,
+        own: list[list[str]],  # names in each of its groups
+        partly: bool,  # true if ``saved`` also has parameters of other optimizers
+    ) -> dict[str, Any]:
+        self._unpickle([leaf for trees in saved.values() for tree in trees.values() for leaf in tree.values()])
+        groups, name_of = self._groups(prefix, saved["param_groups"], own)
+        mine = {name for group in own for name in group}
+        if partly:
+            groups = [group for group in groups if mine & set(group["params"])]
+        states = {}
+        for key, tree in saved["state"].items():
+            name = name_of.get(key, self._ours.get(key, key))
+            if name in mine or not partly:
+                states[name] = self._value(tree, f"{prefix}/{name}")
+        if name_of:
+            self._check_shapes(optimizer, own, states)
+        # Neither torch nor those who build on it keep the class.
+        return {"class": type(optimizer).__name__, "groups": groups, "state": states}
+
+    def _groups(
+        self, prefix: str, trees: Mapping[str, _Tree], own: list[list[str]]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return the groups, by names, and number → name, where the state is by number."""
+        groups: list[dict[str, Any]] = []
+        name_of: dict[str, str] = {}
+        values = {key: self._value(tree, f"{prefix}/@groups/{key}") for key, tree in trees.items()}
+        for g in sorted(int(key) for key in values if key.isdigit()):
+            settings = dict(values[str(g)]["__dict__"])
+            members = list(settings.pop("params", []))
+            if any(isinstance(member, int) for member in members):
+                names = settings.get("param_names") or (own[g] if g < len(own) else [])
+                if len(names) != len(members):
+                    raise ValueError(
+                        f"{self.catalogue.where}: group {g} of {prefix!r} has {len(members)} parameters, by number, "
+                        f"the optimizer's has {len(names)}; save what torch's get_optimizer_state_dict returns"
+                    )
+                name_of |= dict(zip(map(str, members), names, strict=True))
+                members = names
+            others = [[key, value] for key, value in settings.items()]
+            groups.append({"params": [self._ours.get(n, n) for n in members], "settings": {"__dict__": others}})
+        by_parameter = {self._ours.get(key, key): value for key, value in values.items() if not key.isdigit()}
+        groups += _regrouped(by_parameter, own)
+        return groups, {number: self._ours.get(name, name) for number, name in name_of.items()}
+
+    def _check_shapes(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where state by number cannot belong to the parameter at its place."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, name in zip(parameters, (name for names in own for name in names), strict=True):
+            shapes = [self.catalogue.entries[key].shape for key in references(states.get(name))]
+            alike = [shape for shape in shapes if len(shape) == parameter.ndim and parameter.ndim]
+            try:
+                fits = not alike or torch.broadcast_shapes(*alike) == parameter.shape
+            except RuntimeError:
+                fits = False
+            if not fits:
+                raise ValueError(
+                    f"{self.catalogue.where} has state by number, and that of {name!r}, of shape {alike[0]}, is not of "
+                    f"its shape {list(parameter.shape)}; give the optimizer its parameters in the order of the save"
+                )
+
+    def add_others(self, has_models: bool) -> None:
+        """Add the user's entries: all that is left, but tensors at the top level if no model was given."""
+        trees: dict[str, _Tree] = {}
+        for leaf in self._leaves:
+            at_top = len(leaf.path) == 1 and leaf.tensor is not None and not has_models
+            if leaf not in self._taken and str(leaf.path[0]) not in _NO_ENTRIES and not at_top:
+                trees.setdefault(str(leaf.path[0]), {})[leaf.path[1:]] = leaf
+        for name, tree in trees.items():
+            self._manifest.more[name] = self._value(tree, f"more/{name}")
+
+    def _value(self, tree: _Tree, path: str) -> Any:
+        """Return leaves as one value in the form of ``split``: tensors as references, the rest unpickled."""
+        self._unpickle(tree.values())
+
+        def build(below: Iterable[tuple[tuple[Any, ...], _Leaf]], path: str) -> Any:
+            inside: dict[Any, list[tuple[tuple[Any, ...], _Leaf]]] = {}
+            for where, leaf in below:
+                if not where:
+                    if leaf.tensor is None:
+                        return self._values[leaf]
+                    self._add_tensor(path, leaf)
+                    return {"__tensor__": path}
+                inside.setdefault(where[0], []).append((where[1:], leaf))
+            made = {key: build(each, f"{path}/{key}") for key, each in inside.items()}
+            if made and all(isinstance(key, int) for key in made):
+                return [made[key] for key in sorted(made)]
+            return {"__dict__": [[key, value] for key, value in made.items()]}
+
+        return build(tree.items(), path)
+
+    def _unpickle(self, leaves: Iterable[_Leaf]) -> None:
+        left = [leaf for leaf in leaves if leaf.tensor is None and leaf not in self._values]
+        for source in {leaf.source: None for leaf in left}:
+            keys = {leaf.key: leaf for leaf in left if leaf.source is source}
+            self._values |= {keys[key]: value for key, value in source.values(keys).items()}
+
+
+def _regrouped(of: Mapping[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
+    """Return the optimizer's own groups, with settings that were saved by parameter."""
+    groups: list[dict[str, Any]] = []
+    for members in own:
+        begin = len(groups)  # parameters saved with different settings cannot have been one group
+        for name in (name for name in members if name in of):
+            plain = join(of[name], type)  # without the tensors, to compare the rest
+            same = next((one for one in groups[begin:] if join(one["settings"], type) == plain), None)
+            if same is None:
+                groups.append({"params": [name], "settings": of[name]})
             else:
-                content["optimizer"] = saved
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no other process takes part
-        try:
-            # Nothing is copied ahead: a tensor's memory is given up when the next is asked for.
-            writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
-            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of), no_dist=True)
-        except CheckpointException as failed:  # a BaseException
-            raise next(iter(failed.failures.values()))[0] from None
-
-
-class _FromFiles(dcp.DefaultSavePlanner):
-    """Reads a tensor when it is to be written, and frees it before the next, since torch's writer keeps them all."""
-
-    def __init__(self, source: ExportSource, key_of: Mapping[str, str]) -> None:
-        super().__init__()
-        self._source, self._key_of = source, key_of
-        self._before: torch.Tensor | None = None
-
-    def resolve_data(self, write_item: Any) -> Any:
-        key = self._key_of.get(write_item.index.fqn)
-        if key is None:
-            return super().resolve_data(write_item)
-        if self._before is not None:
-            self._before.untyped_storage().resize_(0)
-        self._source.check(key)
-        self._before = self._source.catalogue.whole(key).to(write_item.tensor_data.properties.dtype)
-        return self._before
-
-
-def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dict[str, str]) -> dict[str, Any]:
-    """Return an optimizer as ``get_optimizer_state_dict`` does, with meta tensors; add their keys to ``key_of``."""
-
-    def on_meta(value: Any, *where: Any) -> Any:
-        for path, key in located(value):
-            key_of[".".join(map(str, (root, *where, *path)))] = key
-        return join(value, lambda key: catalogue.entries[key].empty("meta"))
-
-    states = record["state"].items()
-    groups = [
-        {"params": group["params"], **on_meta(group["settings"], "param_groups", g)}
-        for g, group in enumerate(record["groups"])
-    ]
-    shown = {name: on_meta(value, "state", name) for name, value in states if not name.startswith("@")}
-    return {"state": shown, "param_groups": groups}
+                same["params"].append(name)
+    left = [name for name in of if not any(name in members for members in own)]
+    return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups

@@ -21,17 +21,28 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from trueshard import _torch
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.catalogue import Catalogue, LocalDirectory, is_url, open_catalogue, resolve_latest
-from trueshard.checkpoint.format import BLOCK, TensorEntry, crc32, dtype_name, dtype_of, find_dtype, make_header
+from trueshard.checkpoint.format import (
+    BLOCK,
+    TensorEntry,
+    crc32,
+    dtype_name,
+    dtype_of,
+    floating_dtype,
+    join,
+    located,
+    make_header,
+)
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.process_group import as_bytes
 from trueshard.checkpoint.writing import move_into_place
@@ -79,9 +90,7 @@ def export(
     if is_url(out):
         raise ValueError(f"{out}: export writes to local directories; export to one, and copy it")
     source = _source(resolve_latest(path), model)
-    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
-    if dtype is not None and not (wanted is not None and wanted.is_floating_point):
-        raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
+    wanted = floating_dtype(dtype)
     if to in ("adapter", "merged") and not source.adapters:
         raise ValueError(f'{path} has no adapter, so to={to!r} has nothing to write; to="hf" writes the model')
     if to == "hf" and source.adapters:
@@ -96,12 +105,11 @@ def export(
             entries = source.converted(wanted)
             source.write(partial, entries, {key: source.name(key) for key in entries})
         elif to == "dcp":
-            from trueshard.checkpoint.dcp import write_dcp
-
-            write_dcp(source, partial, wanted)
+            _write_dcp(source, partial, wanted)
+        elif to == "adapter":
+            _write_adapters(source, partial, wanted, adapter)
         else:
-            write = _write_adapters if to == "adapter" else _write_merged
-            write(source, partial, wanted, adapter)
+            _write_merged(source, partial, wanted, adapter)
     return Path(out)
 
 
@@ -114,21 +122,16 @@ def _appearing(final: Path, shown: str) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.exporting-{secrets.token_hex(4)}")
     try:
         yield partial
-        _give_usual_modes(partial)
+        # safetensors makes its files readable by their owner alone; the umask says what is usual
+        os.umask(mask := os.umask(0o077))
+        for file in (path for path in [partial, *partial.rglob("*")] if path.is_file()):
+            file.chmod(0o666 & ~mask)
         move_into_place(partial, final, shown)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):  # of a single file
             partial.unlink()
         raise
-
-
-def _give_usual_modes(path: Path) -> None:
-    """Give files the mode that the umask says; safetensors makes its own readable by their owner alone."""
-    os.umask(mask := os.umask(0o077))
-    for file in path.rglob("*") if path.is_dir() else [path]:
-        if file.is_file():
-            file.chmod(0o666 & ~mask)
 
 
 @dataclass
@@ -156,6 +159,9 @@ class ExportSource:
         folders = [file.removesuffix(ADAPTER_CONFIG) for file in own]
         return {folder.removeprefix(self.folder).rstrip("/") or "default": folder for folder in folders}
 
+    def adapter_config(self, adapter: str) -> bytes:
+        return bytes(self.catalogue.directory.read(f"{self.adapters[adapter]}{ADAPTER_CONFIG}"))
+
     def companions(self) -> dict[str, bytes]:
         """Return configurations and tokenizer files: name in the model's directory → content."""
         directory, manifest = self.catalogue.directory, self.catalogue.manifest
@@ -168,23 +174,28 @@ class ExportSource:
             names = [path.name for path in paths if path.suffix in COMPANIONS and path.is_file()]
         result = {}
         for name in names:
-            own = name.removeprefix(self.folder)
-            if name.startswith(self.folder) and not own.endswith((".index.json", ADAPTER_CONFIG)):
-                own = own.removeprefix(layout.BASE)
-                result[own] = bytes(directory.read(name))
-                if manifest is not None and crc32(memoryview(result[own])) != manifest.files[name].crc32:
+            inside = name.removeprefix(self.folder)
+            if name.startswith(self.folder) and not inside.endswith((".index.json", ADAPTER_CONFIG)):
+                data = bytes(directory.read(name))
+                if manifest is not None and crc32(memoryview(data)) != manifest.files[name].crc32:
                     raise ValueError(f"{directory.where}/{name} is damaged; export an earlier checkpoint")
+                result[inside.removeprefix(layout.BASE)] = data
         return result
+
+    def write_companions(self, directory: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+        """Write configurations and tokenizer files as ``change`` (name, content) returns them; None leaves one out."""
+        for name, data in self.companions().items():
+            if (changed := change(name, data)) is not None:
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_bytes(changed)
 
     def converted(self, dtype: torch.dtype | None) -> dict[str, TensorEntry]:
         """Return the entries to write, by key, with floating-point tensors in ``dtype`` unless None."""
         result = {}
         for key in self.keys:
             entry = self.catalogue.entries[key]
-            converts = dtype_of(entry.dtype).is_floating_point
-            result[key] = TensorEntry(
-                entry.names, entry.shape, dtype_name(dtype) if dtype and converts else entry.dtype
-            )
+            changes = dtype is not None and dtype_of(entry.dtype).is_floating_point
+            result[key] = replace(entry, dtype=dtype_name(dtype) if dtype and changes else entry.dtype, pieces=[])
         return result
 
     def write(self, path: Path, entries: Mapping[str, TensorEntry], name_of: Mapping[str, str]) -> None:
@@ -238,11 +249,73 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
     def in_dtype(table: dict[str, Any]) -> dict[str, Any]:
         return table | {key: dtype_name(dtype) for key in _DTYPE_KEYS if dtype and isinstance(table.get(key), str)}
 
-    for name, data in source.companions().items():
-        if name == "config.json" and dtype is not None:
-            data = json.dumps(json.loads(data, object_hook=in_dtype), indent=2).encode()
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
+    def changed(name: str, data: bytes) -> bytes:
+        converts = name == "config.json" and dtype is not None
+        return json.dumps(json.loads(data, object_hook=in_dtype), indent=2).encode() if converts else data
+
+    source.write_companions(directory, changed)
+
+
+def _write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them."""
+    catalogue = source.catalogue
+    key_of: dict[str, str] = {}
+    content: dict[str, Any] = {"model": {}}
+    for key, entry in source.converted(dtype).items():
+        for name in entry.names if catalogue.manifest is not None else [source.name(key)]:
+            content["model"][name] = entry.empty("meta")
+            key_of[f"model.{name}"] = key
+    if catalogue.manifest is not None and not source.folder:
+        for prefix, record in catalogue.manifest.optimizers.items():
+            saved = _optimizer_content(catalogue, prefix.replace("/", "."), record, key_of)
+            if "/" in prefix:
+                content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
+            else:
+                content["optimizer"] = saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no other process takes part
+        try:
+            # Nothing is copied ahead: a tensor's memory is given up when the next is asked for.
+            writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
+            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of), no_dist=True)
+        except dcp.CheckpointException as failed:  # a BaseException
+            raise next(iter(failed.failures.values()))[0] from None
+
+
+class _FromFiles(dcp.DefaultSavePlanner):
+    """Reads a tensor when it is to be written, and frees it before the next, since torch's writer keeps them all."""
+
+    def __init__(self, source: ExportSource, key_of: Mapping[str, str]) -> None:
+        super().__init__()
+        self._source, self._key_of = source, key_of
+        self._before: torch.Tensor | None = None
+
+    def resolve_data(self, write_item: Any) -> Any:
+        key = self._key_of.get(write_item.index.fqn)
+        if key is None:
+            return super().resolve_data(write_item)
+        if self._before is not None:
+            self._before.untyped_storage().resize_(0)
+        self._source.check(key)
+        self._before = self._source.catalogue.whole(key).to(write_item.tensor_data.properties.dtype)
+        return self._before
+
+
+def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dict[str, str]) -> dict[str, Any]:
+    """Return an optimizer as ``get_optimizer_state_dict`` does, with meta tensors; add their keys to ``key_of``."""
+
+    def on_meta(value: Any, *where: Any) -> Any:
+        for path, key in located(value):
+            key_of[".".join(map(str, (root, *where, *path)))] = key
+        return join(value, lambda key: catalogue.entries[key].empty("meta"))
+
+    states = record["state"].items()
+    groups = [
+        {"params": group["params"], **on_meta(group["settings"], "param_groups", g)}
+        for g, group in enumerate(record["groups"])
+    ]
+    shown = {name: on_meta(value, "state", name) for name, value in states if not name.startswith("@")}
+    return {"state": shown, "param_groups": groups}
 
 
 # PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's
@@ -275,15 +348,11 @@ def _write_adapters(source: ExportSource, directory: Path, dtype: torch.dtype | 
         selected = None if adapter is None else _named(model, adapter)
         model.save_pretrained(str(directory), selected_adapters=selected)
     for name, folder in folders.items():
-        (folder / "adapter_config.json").write_bytes(_config(source, name))
+        (folder / ADAPTER_CONFIG).write_bytes(source.adapter_config(name))
 
 
 def _named(model: Any, adapter: str | None) -> list[str]:
     return [name for name in model.peft_config if name == adapter] or list(model.peft_config)[:1]
-
-
-def _config(source: ExportSource, adapter: str) -> bytes:
-    return bytes(source.catalogue.directory.read(f"{source.adapters[adapter]}{ADAPTER_CONFIG}"))
 
 
 def _copy_adapters(source: ExportSource, folders: dict[str, Path], dtype: torch.dtype | None) -> None:
@@ -325,10 +394,7 @@ def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | No
     if dtype is not None:
         merged = merged.to(dtype)
     merged.save_pretrained(str(directory))
-    for name, data in source.companions().items():
-        if name != "config.json":
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_bytes(data)
+    source.write_companions(directory, lambda name, data: None if name == "config.json" else data)
 
 
 def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
@@ -353,7 +419,7 @@ def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
         with torch.device("meta"), torch.no_grad():
             model: Any = kind(config)
             for i, name in enumerate(source.adapters):
-                Path(scratch, "adapter_config.json").write_bytes(_config(source, name))
+                Path(scratch, ADAPTER_CONFIG).write_bytes(source.adapter_config(name))
                 settings = copy.deepcopy(peft.PeftConfig.from_pretrained(scratch))
                 if hasattr(settings, "init_lora_weights"):
                     settings.init_lora_weights = False  # the base has been changed already, if this changes it

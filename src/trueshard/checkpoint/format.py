@@ -48,6 +48,14 @@ def find_dtype(name: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that the option ``dtype`` names, or None; raise ``ValueError`` unless it is floating-point."""
+    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
+    if dtype is not None and not (wanted is not None and wanted.is_floating_point):
+        raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
+    return wanted
+
+
 def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import hashing, pipeline_merge, process_group, saving, state
+from trueshard.checkpoint import hashing, process_group, state
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import (
     Manifest,
@@ -34,6 +34,7 @@ from trueshard.checkpoint.format import (
 from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.process_group import RankGroup, check_alike
+from trueshard.checkpoint.saving import Saving
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
@@ -86,7 +87,7 @@ def load(
         ValueError: it is damaged, or of another model; the message names tensors and files.
         RuntimeError: another rank failed, or did not call ``load``.
     """
-    saving.wait_for_running()
+    Saving.wait_for_running()
     options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
     with timed(f"load of {path}"):
         given = names.get if isinstance(names, Mapping) else names
@@ -126,8 +127,11 @@ class LoadJob:
         attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
         everyone = attempt(lambda: self._open(path, model, optimizer))
         check_alike("load()", [told[:3] for told in everyone])
-        if self._staged:
-            self._report_unused([unused for *_, unused in everyone])
+        if self._staged:  # unexpected is what no stage uses
+            unused = [names for *_, names in everyone]
+            in_all = {name: text for name, text in unused[0].items() if all(name in names for names in unused)}
+            self._misfits["unexpected"] = in_all
+            self._report()
         if self._options["verify"]:
             self._verify(attempt(self._checksums))
         attempt(self._load_entries)
@@ -139,15 +143,15 @@ class LoadJob:
 
     def _compare(self, path: str | os.PathLike[str], saved: Mapping[str, str]) -> None:
         """Raise ``ValueError`` if what is in memory now is not what was in memory when it was saved. Collective."""
-        failed, entries = f"{path} was not compared", self._catalogue.entries
-        given = None if self._catalogue.dcp else self._names
-        tensors = state.collect(self._models, self._optimizers, {}, given)[0]
+        entries = self._catalogue.entries
+        tensors = state.collect(self._models, self._optimizers, {}, self._names)[0]
         same = {
             key: tensor
             for key, tensor in tensors.items()
             if key in entries and entries[key].dtype == dtype_name(tensor.dtype)
         }
-        if wrong := hashing.differing(hashing.hash_together(same, self._group, failed), saved):
+        hashes = hashing.hash_together(same, self._group, f"{path} was not compared")
+        if wrong := [key for key, value in hashes.items() if saved.get(key, value) != value]:
             raise ValueError(
                 f"{self._catalogue.where}: {wrong[0]!r} has other bits in memory than when it was saved "
                 f"({len(wrong)} such); its checksums fit, so this machine's memory is at fault: load on another"
@@ -165,7 +169,7 @@ class LoadJob:
         self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
-            from trueshard.checkpoint.dcp_keys import open_dcp
+            from trueshard.checkpoint.dcp import open_dcp
 
             pickled = self._options["allow_pickle"]
             self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)
@@ -188,39 +192,32 @@ class LoadJob:
         }
         return self._group.stage[0], common, tensors, unused
 
-    def _report_unused(self, everyone: list[dict[str, str]]) -> None:
-        """Report what no stage uses."""
-        self._misfits["unexpected"] = {
-            name: text for name, text in everyone[0].items() if all(name in unused for unused in everyone)
-        }
-        self._report()
-
     def _check(self) -> None:
         for prefix, module in self._models.items():
             self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
-        given = None if self._catalogue.dcp else self._names  # which has the model's own already
+        given = None if self._catalogue.dcp else self._names  # whose states have the model's own names already
         name_of, saved = state.parameter_names(self._models, given), self._manifest.optimizers
         for prefix, optimizer in self._optimizers.items():
             if prefix not in saved:
                 self._misfit("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
                 continue
-            here = pipeline_merge.part_of(saved[prefix], {*name_of.values()}) if self._staged else saved[prefix]
-            for one, record in optimizer_loads(optimizer, here, self._catalogue):
-                for misfit in one.match(prefix, record, name_of):
-                    self._misfit(*misfit)
-                self._loads.append(one)
+            record, roles = saved[prefix], roles_of(optimizer)
+            if self._staged:
+                record = state.part_of(record, {*name_of.values()})
+            for place, member in enumerate(family(optimizer)):  # the optimizer, and those that it wraps
+                own_record = record.get("wrapped", {}).get(str(place)) if place else record
+                if own_record is not None:
+                    self._loads.append(OptimizerLoad(member, self._catalogue, roles))
+                    for misfit in self._loads[-1].match(prefix, own_record, name_of):
+                        self._misfit(*misfit)
         entries = self._manifest.more
         for key, value in self._more.items():
+            is_dict = isinstance(value, dict) and not hasattr(value, "load_state_dict")
             if key not in entries:
                 self._misfit("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
-            elif hasattr(value, "load_state_dict"):
-                continue
-            elif isinstance(value, dict):
-                if not (isinstance(entries[key], dict) and "__dict__" in entries[key]):
-                    raise TypeError(
-                        f"{key}: a dict was given, and what was saved is none; take it from what load() returns"
-                    )
-            else:
+            elif is_dict and not (isinstance(entries[key], dict) and "__dict__" in entries[key]):
+                raise TypeError(f"{key}: a dict was given, and none was saved; take the entry from what load() returns")
+            elif not is_dict and not hasattr(value, "load_state_dict"):
                 kind = type(value).__name__
                 raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
 
@@ -242,16 +239,23 @@ class LoadJob:
         held, extra = state.model_tensors(module)
         entries = self._catalogue.entries
         used: set[str] = set()
-        for name, each in held.items():
-            tied = tied_name(each.tensor)
-            candidates = [naming.key(known, None if tied is None else tied.name) for known in each.names]
+        for name, part in held.items():
+            tied, here = tied_name(part.tensor), dtype_name(part.tensor.dtype)
+            candidates = [naming.key(alias, None if tied is None else tied.name) for alias in part.names]
             key = next((key for key in candidates if key in entries), None)
             used.update(candidates)
-            if key is not None:
-                self._check_tensor(name, key, each.tensor)
-            elif not naming.may_lack(name):
-                known = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
-                self._misfit("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
+            if key is None:
+                if not naming.may_lack(name):
+                    known = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
+                    self._misfit("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
+            elif entries[key].shape != list(part.tensor.shape):
+                text = f"{name!r} has shape {entries[key].shape}, the model's has {list(part.tensor.shape)}"
+                self._misfit("mismatched", name, text)
+            elif entries[key].dtype != here and not self._options["convert"]:
+                text = f"{name!r} is {entries[key].dtype}, the model's is {here}; convert=True converts it"
+                self._misfit("mismatched", name, text)
+            else:
+                self._targets.append((key, part.tensor))
         for key in entries:
             if key.startswith(naming.prefix) and key not in used:
                 name = naming.name(key)
@@ -264,19 +268,7 @@ class LoadJob:
             self._misfit("missing", name, text)
         for name in extra:
             if name not in self._saved_extra(prefix) and not naming.may_lack(name):
-                text = f"has no {name!r}, which {type(module).__name__} saves itself"
-                self._misfit("missing", name, text)
-
-    def _check_tensor(self, name: str, key: str, tensor: torch.Tensor) -> None:
-        entry, here = self._catalogue.entries[key], dtype_name(tensor.dtype)
-        if entry.shape != list(tensor.shape):
-            text = f"{name!r} has shape {entry.shape}, the model's has {list(tensor.shape)}"
-            self._misfit("mismatched", name, text)
-        elif entry.dtype != here and not self._options["convert"]:
-            text = f"{name!r} is {entry.dtype}, the model's is {here}; convert=True converts it"
-            self._misfit("mismatched", name, text)
-        else:
-            self._targets.append((key, tensor))
+                self._misfit("missing", name, f"has no {name!r}, which {type(module).__name__} saves itself")
 
     def _saved_extra(self, prefix: str) -> dict[str, Any]:
         return dict(self._manifest.models.get(prefix, {}).get("extra", {}))
@@ -292,20 +284,17 @@ class LoadJob:
 
     def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:
         """Raise ``ValueError`` if a tensor that will be read is damaged; ``everyone``: all ranks' ``_checksums``."""
-        parts: dict[str, list[tuple[int, int, int]]] = {}
-        for theirs in everyone:
-            for key, part in theirs.items():
-                parts.setdefault(key, []).append(part)
-        for key, each in parts.items():
+        for key in dict.fromkeys(key for theirs in everyone for key in theirs):
             # Stages that hold copies of one parameter read the same.
-            checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in sorted(set(each)))
+            parts = sorted({theirs[key] for theirs in everyone if key in theirs})
+            checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in parts)
             if self._catalogue.entries[key].crc32 not in (None, checksum):
                 raise self._catalogue.damaged(key, "load an earlier checkpoint")
 
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield (key, begin, end) of what this rank checks; together the ranks check every tensor once."""
         rank, world = self._group.stage.index(self._group.rank), len(self._group.stage)
-        templates = [template for one in self._loads for template in one.templates]
+        templates = [template for load in self._loads for template in load.templates]
         for number, (key, tensor) in enumerate([*self._targets, *templates]):
             full = self._catalogue.entries[key].nbytes
             if isinstance(tensor, DTensor):
@@ -313,7 +302,7 @@ class LoadJob:
             elif rank == number % world:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]
-        keys = {*references([*values, *(value for one in self._loads for _, value in one.settings)])}
+        keys = {*references([*values, *(value for load in self._loads for _, value in load.settings)])}
         keys |= {"rng"} if self._options["rng"] and self._manifest.rng else set()
         for number, key in enumerate(sorted(keys)):
             if rank == number % world:
@@ -347,8 +336,8 @@ class LoadJob:
         for key, tensor in self._targets:
             if id(tensor) not in self._filled:
                 self._catalogue.fill_together(key, tensor, failures)
-        for one in self._loads:
-            one.apply(failures)
+        for load in self._loads:
+            load.apply(failures)
         if failures:
             raise failures[0]
         if self._options["rng"] and self._group.rank < len(self._manifest.rng):
@@ -380,16 +369,16 @@ class OptimizerLoad:
         self.optimizer.state.clear()
         for group, value in self.settings:
             group.update(copy.deepcopy(self.catalogue.value(value)))
-        found = {}
+        loaded = {}
         for key, value in self.parts:
             tensors = {}
             for path, where in located(value):
                 entry = self.catalogue.entries[where]
-                is_own = isinstance(key, torch.Tensor)
-                tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_own else entry.empty()
+                is_parameter = isinstance(key, torch.Tensor)
+                tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_parameter else entry.empty()
                 self.catalogue.fill_together(where, tensors[where], failures)
-            found[key] = join(value, tensors.__getitem__)
-        self.optimizer.state.update(found)
+            loaded[key] = join(value, tensors.__getitem__)
+        self.optimizer.state.update(loaded)
 
     def match(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
         """Match groups and state with the record ``saved``; yield misfits: what is wrong, name, text."""
@@ -415,36 +404,25 @@ class OptimizerLoad:
         left = list(saved)
         known = {name for group in saved for name in group["params"]}
         for g, group in enumerate(self.optimizer.param_groups):
-            own = [
+            own = {
                 name_of.get(id(p), f"<a parameter of no model given, shape {tuple(p.shape)}>") for p in group["params"]
-            ]
-            same = next((each for each in left if set(each["params"]) == set(own)), None)
+            }
+            same = next((record for record in left if set(record["params"]) == own), None)
             if same is not None:
                 left.remove(same)
                 self.settings.append((group, same["settings"]))
-            elif own and not known & set(own):
+            elif own and not known & own:
                 yield "new", f"{prefix}: group {g}", ""
             else:
-                near = max(saved, key=lambda each: len(set(each["params"]) & set(own)))
-                left = [each for each in left if each is not near]
-                lost, added = sorted({*near["params"]} - {*own}), sorted({*own} - {*near["params"]})
+                near = max(saved, key=lambda record: len(set(record["params"]) & own))
+                left = [record for record in left if record is not near]
+                lost, added = sorted({*near["params"]} - own), sorted(own - {*near["params"]})
                 text = f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}"
                 yield "mismatched", f"{prefix}: group {g}", text
-        for each in (each for each in left if not each.get("elsewhere")):
-            shown = f"{each['params'][:3]}{'…' if each['params'][3:] else ''}"
+        for record in (record for record in left if not record.get("elsewhere")):
+            shown = f"{record['params'][:3]}{'…' if record['params'][3:] else ''}"
             text = f"{prefix!r} was saved with a group of {shown}, which it has not here"
-            yield "unexpected", f"{prefix}: saved group {saved.index(each)}", text
-
-
-def optimizer_loads(optimizer: Any, saved: Any, catalogue: Catalogue) -> list[tuple[OptimizerLoad, Any]]:
-    """Return the load of ``optimizer`` and of each one it wraps, with its saved record."""
-    roles = roles_of(optimizer)
-    result = []
-    for place, member in enumerate(family(optimizer)):
-        record = saved.get("wrapped", {}).get(str(place)) if place else saved
-        if record is not None:
-            result.append((OptimizerLoad(member, catalogue, roles), record))
-    return result
+            yield "unexpected", f"{prefix}: saved group {saved.index(record)}", text
 
 
 def _like(

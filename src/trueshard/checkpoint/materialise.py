@@ -2,9 +2,8 @@
 
 - Parameters and buffers remain the same objects, so that optimizers, ties and hooks go on with them.
 - What is loaded on the CPU is, where rows lie in one piece, a private map of the file.
-- What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by the
-  ``_init_weights`` of a transformers model, or by the module's ``reset_parameters``. Memory is marked before, so that
-  tensors which none has written are found.
+- What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by ``_init_weights`` of
+  transformers, or ``reset_parameters``. Memory is marked before, so that tensors which none has written are found.
 """
 
 from __future__ import annotations

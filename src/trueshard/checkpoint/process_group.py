@@ -18,16 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 from trueshard.distributed import device_of
-from trueshard.model.regions import (
-    common,
-    extent,
-    has_one_run,
-    inside,
-    put,
-    region_of,
-    rows_here,
-    take,
-)
+from trueshard.model.regions import common, extent, has_one_run, inside, put, region_of, rows_here, take
 from trueshard.optim.owners import Holders
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -94,28 +85,21 @@ def _collective(function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_same(function: str, arguments: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ``ValueError``, naming the first difference, unless all ranks' arguments (name → value) are the same.
-
-    ``arguments``: of each rank.
-    """
-    first_rank, first = next(iter(arguments.items()))
-    for rank, given in arguments.items():
-        for key in {**first, **given}:
-            if given.get(key) != first.get(key):
-                one, other = (str(each.get(key, "missing"))[:200] for each in (first, given))
-                raise ValueError(
-                    f"{function} was given different things on different ranks: {key!r} is {one} on rank {first_rank} "
-                    f"and {other} on rank {rank}; give all ranks the same"
-                )
-
-
 def check_alike(function: str, arguments: Sequence[tuple[int, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """``check_same`` for (first rank of the stage, what all ranks have in common, what the ranks of a stage have)."""
-    check_same(function, {rank: common for rank, (_, common, _) in enumerate(arguments)})
-    for first in {first for first, _, _ in arguments}:
-        of_stage = {rank: own for rank, (its_first, _, own) in enumerate(arguments) if its_first == first}
-        check_same(function, of_stage)
+    """Raise ``ValueError``, naming the first difference, unless the ranks' arguments (name → value) are alike.
+
+    ``arguments``: of each rank, (first rank of its stage, what all ranks have in common, what those of a stage have).
+    """
+    pairs = [(0, rank, arguments[0][1], common) for rank, (_, common, _) in enumerate(arguments)]
+    pairs += [(first, rank, arguments[first][2], of_stage) for rank, (first, _, of_stage) in enumerate(arguments)]
+    for first_rank, rank, first, other in pairs:
+        for key in {**first, **other}:
+            if other.get(key) != first.get(key):
+                was, is_now = (str(values.get(key, "missing"))[:200] for values in (first, other))
+                raise ValueError(
+                    f"{function} was given different things on different ranks: {key!r} is {was} on rank "
+                    f"{first_rank} and {is_now} on rank {rank}; give all ranks the same"
+                )
 
 
 def bytes_here(tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int]:
@@ -156,48 +140,46 @@ def like_rows(tensor: DTensor) -> DTensor:
 
 def from_rows(rows: DTensor, tensor: DTensor) -> None:
     """Fill ``tensor`` with the values of what ``like_rows`` made for it. Collective over the ranks that cut it."""
-    placed = [(tuple(each.placements), _torch.local(each)) for each in (rows, tensor)]
-    _exchange(tensor, *placed)
+    _exchange(tensor, *((tuple(each.placements), _torch.local(each)) for each in (rows, tensor)))
 
 
 Placed: TypeAlias = tuple[tuple[Any, ...], torch.Tensor]
 """Placements, and this rank's part by them."""
 
+_holders: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, tuple[int, ...]], Holders]] = WeakKeyDictionary()
+"""World group → (mesh, dimensions) → the ranks along them: a group is made once."""
+
 
 def _exchange(like: DTensor, source: Placed, target: Placed) -> None:
     """Fill the part of ``target`` from the parts of ``source``, both of a tensor of the shape and mesh of ``like``."""
     mesh = like.device_mesh
-    dims = tuple(i for i, (a, b) in enumerate(zip(source[0], target[0], strict=True)) if a != b)
-    holders, device = holders_of(mesh, dims), device_of(mesh)
+    dims = tuple(dim for dim, (a, b) in enumerate(zip(source[0], target[0], strict=True)) if a != b)
+    known, device = _holders.setdefault(dist.group.WORLD, {}), device_of(mesh)
+    if (mesh, dims) not in known:
+        known[mesh, dims] = Holders(mesh, dims)
+    holders = known[mesh, dims]
     here, there = (region_of(like, placements=placements) for placements, _ in (source, target))
     places = holders.places()
     sent = [common(here, region_of(like, place, target[0])) for place in places]
     taken = [common(region_of(like, place, source[0]), there) for place in places]
     parts = [take(source[1].detach(), inside(here, part)).reshape(-1).to(device) for part in sent]
-    arriving, leaving = ([math.prod(extent(part)) for part in each] for each in (taken, sent))
+    arriving, leaving = ([math.prod(extent(part)) for part in regions] for regions in (taken, sent))
     buffer = torch.empty(sum(arriving), dtype=like.dtype, device=device)
     dist.all_to_all_single(buffer, torch.cat(parts), arriving, leaving, group=holders.group)
     for part, piece in zip(taken, buffer.split(arriving), strict=True):
         put(target[1], inside(there, part), piece.view(extent(part)))
 
 
-_holders: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, tuple[int, ...]], Holders]] = WeakKeyDictionary()
-
-
-def holders_of(mesh: DeviceMesh, dims: tuple[int, ...]) -> Holders:
-    """Return the ranks along several dimensions, made once. Collective."""
-    known = _holders.setdefault(dist.group.WORLD, {})
-    if (mesh, dims) not in known:
-        known[mesh, dims] = Holders(mesh, dims)
-    return known[mesh, dims]
-
-
 def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[int, int]:
-    """Return ``bytes_here``, or (0, 0) if another rank that holds the same is to handle them; they take turns."""
+    """Return ``bytes_here``, or (0, 0) if another rank that holds the same is to handle them."""
+    return bytes_here(tensor, nbytes) if has_turn(tensor, number) else (0, 0)
+
+
+def has_turn(tensor: DTensor, number: int) -> bool:
+    """True if, of the ranks that hold the same part, this one handles tensor ``number``: they take turns."""
     mesh = tensor.device_mesh
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    mine = all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
-    return bytes_here(tensor, nbytes) if mine else (0, 0)
+    replicated = (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
 
 
 def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:

@@ -6,7 +6,6 @@
 4. Rank 0 writes the manifest and gives the directory its name.
 
 If anything fails on any rank, all ranks raise, and what was written is removed. One save runs at a time.
-``Checkpoints`` are those of a run in one directory, of which the newest, the best and regular ones are kept.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import hashing, layout, pipeline_merge, process_group, state
+from trueshard.checkpoint import hashing, layout, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
-from trueshard.checkpoint.pipeline_merge import Told
-from trueshard.checkpoint.process_group import RankGroup, check_alike
-from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, writer_for
+from trueshard.checkpoint.process_group import RankGroup, by_rows, check_alike, own_part
+from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard
 from trueshard.text import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
@@ -81,13 +79,15 @@ def save(
         OSError: it cannot be written; nothing is left behind.
         RuntimeError: another rank failed, or did not call ``save``.
     """
-    wait_for_running()
+    Saving.wait_for_running()
     given = names.get if isinstance(names, Mapping) else names
     job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, given)
     if wait:
         job.run()
         return None
-    job.stage()
+    for key, (begin, tensor) in job.mine.items():
+        local = _torch.local(tensor).detach()
+        job.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
     return Saving(job.run, f"saving {path}")
 
 
@@ -102,11 +102,6 @@ class SaveJob:
     companions: Callable[[], dict[str, bytes]]  # returns the files without tensors
     mine: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
     verify: bool
-
-    def stage(self) -> None:
-        for key, (begin, tensor) in self.mine.items():
-            local = _torch.local(tensor).detach()
-            self.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
 
     def run(self) -> None:
         rank, where = self.group.rank, self.writer.where
@@ -138,15 +133,16 @@ class SaveJob:
     def _publish(self, everyone: list[Written]) -> None:
         """Combine the checksums and pieces of all ranks, and write the manifest. Rank 0."""
         for key, entry in self.manifest.tensors.items():
-            parts = sorted((each.parts[key], each.pieces.get(key)) for each in everyone if key in each.parts)
+            holders = [written for written in everyone if key in written.parts]
+            parts = sorted((written.parts[key], written.pieces.get(key)) for written in holders)
             ends = [0, *(end for (_, end, _), _ in parts)]
             if [begin for (begin, _, _), _ in parts] != ends[:-1] or ends[-1] != entry.nbytes:
                 held = ", ".join(f"{begin} to {end}" for (begin, end, _), _ in parts)
                 raise RuntimeError(f"{key!r}: the ranks' parts, bytes {held}, do not make up its {entry.nbytes}")
             entry.crc32 = crc32_joined((checksum, end - begin) for (begin, end, checksum), _ in parts)
             entry.pieces = [piece for _, piece in parts if piece is not None] or entry.pieces
-        for each in everyone:
-            self.manifest.files.update(each.files)
+        for written in everyone:
+            self.manifest.files.update(written.files)
         self.writer.publish(self.manifest.to_bytes())
 
 
@@ -160,14 +156,14 @@ def _prepare(
     given: state.GivenNames,
 ) -> SaveJob:
     """Collect, compare and lay out. Collective: one exchange, since training waits for it."""
-    staged = state.is_stage(model)
+    staged, failed = state.is_stage(model), f"{path} was not saved"
     group = RankGroup(state.parameters_of(model), stages=staged)
     token = secrets.token_hex(4) if group.rank == 0 else ""
     models: dict[str, Any] = {}
     tensors: state.Tensors = {}
     manifest, bits = Manifest(), torch.empty(0)
 
-    def collect() -> Told:
+    def collect() -> state.RankContent:
         nonlocal models, tensors, manifest, bits
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
@@ -179,17 +175,26 @@ def _prepare(
         manifest.rng = [table] * group.world
         manifest.tensors["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
         if group.rank == 0:
-            writer_for(path, token).check_free()
+            _writer(path, token).check_free()
         common = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
         for key, tensor in tensors.items():
             _check_kind(key, tensor)
-        return pipeline_merge.tell(token, group, staged, common, manifest, tensors)
+        first = group.stage[0]
+        return state.rank_content(token, group.rank == first, first, staged, common, manifest, tensors)
 
-    everyone = group.attempt(f"{path} was not saved", collect)
-    check_alike("save()", [(each.first, each.common, each.own) for each in everyone])
+    everyone = group.attempt(failed, collect)
+    check_alike("save()", [(content.first, content.common, content.in_stage) for content in everyone])
     # From here on every rank computes the same, or fails alike.
-    first_with = pipeline_merge.merge(manifest, everyone, staged)
-    mine = _my_part(manifest, tensors, first_with, group)
+    first_with = state.merge(manifest, everyone, staged)
+    mine: dict[str, tuple[int, Any]] = {}
+    for number, key in enumerate(manifest.tensors):
+        tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
+        if isinstance(tensor, DTensor):
+            rows, (begin, end) = by_rows(tensor), own_part(tensor, number)
+            if end > begin and first in group.stage:
+                mine[key] = begin, rows
+        elif tensor is not None and first == group.rank:
+            mine[key] = 0, tensor
     mine["rng"] = group.rank * len(bits), bits.view(1, -1)
     manifest.about = {
         "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
@@ -197,15 +202,18 @@ def _prepare(
         "torch": torch.__version__,
         "ranks": group.world,
     }
-    writer = writer_for(path, everyone[0].token)
     if hashing.are_exact(models):
-        own = {key: tensor for key, tensor in tensors.items() if not key.startswith("more/")}
-        manifest.about["hashes"] = hashing.hash_together(own, group, f"{path} was not saved")
-    headers = {}
-    if writer.positioned:
+        hashed = {key: tensor for key, tensor in tensors.items() if not key.startswith("more/")}
+        manifest.about["hashes"] = hashing.hash_together(hashed, group, failed)
+    writer, headers = _writer(path, everyone[0].token), {}
+    if isinstance(writer, LocalWriter):
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
     companions = layout.companions(models, tokenizer, str(path) if is_url(path) else os.path.abspath(path))
     return SaveJob(writer, group, manifest, headers, companions, mine, verify)
+
+
+def _writer(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:
+    return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)
 
 
 def _check_kind(key: str, tensor: torch.Tensor) -> None:
@@ -221,31 +229,17 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _my_part(
-    manifest: Manifest, tensors: state.Tensors, first_with: Mapping[str, int], group: RankGroup
-) -> dict[str, tuple[int, Any]]:
-    """Return key → (first byte in the tensor, rows) of all that this rank writes."""
-    mine: dict[str, tuple[int, Any]] = {}
-    for number, key in enumerate(manifest.tensors):
-        tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
-        if isinstance(tensor, DTensor):
-            rows, (begin, end) = process_group.by_rows(tensor), process_group.own_part(tensor, number)
-            if end > begin and first in group.stage:
-                mine[key] = begin, rows
-        elif tensor is not None and first == group.rank:
-            mine[key] = 0, tensor
-    return mine
-
-
 class Saving:
     """A save in the background: ``work``, called ``what`` in messages."""
 
+    _running: ClassVar[Saving | None] = None
+    """The last one, until somebody waited for it: one save runs at a time, and a failure is reported once."""
+
     def __init__(self, work: Callable[[], None], what: str) -> None:
-        global _running
         self._work, self.what = work, what
         self.failure: BaseException | None = None
         """Not raised yet."""
-        _running = self
+        Saving._running = self
         # No daemon: a script that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"trueshard: {what}")
         self._thread.start()
@@ -267,37 +261,32 @@ class Saving:
         Raises:
             OSError, RuntimeError: it failed, with the error that a ``save`` which waits would have raised.
         """
-        global _running
         self._thread.join()
-        if _running is self:
-            _running = None
+        if Saving._running is self:
+            Saving._running = None
         error, self.failure = self.failure, None
         if error is not None:
             raise error
 
+    @classmethod
+    def wait_for_running(cls) -> None:
+        """Wait for the save in the background, if any, and raise its error."""
+        if cls._running is not None:
+            cls._running.wait()
 
-_running: Saving | None = None
-
-
-@atexit.register
-def _report() -> None:
-    """Report at exit a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
-    if _running is not None and _running.failure is not None:
-        logger.error("trueshard: %s failed: %s", _running.what, _running.failure)
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(1)
-
-
-def wait_for_running() -> None:
-    """Wait for the save in the background, if any, and raise its error."""
-    if _running is not None:
-        _running.wait()
+    @classmethod
+    def report(cls) -> None:
+        """Report at exit a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
+        if cls._running is not None and cls._running.failure is not None:
+            logger.error("trueshard: %s failed: %s", cls._running.what, cls._running.failure)
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(1)
 
 
-# The checkpoints of a run
+atexit.register(Saving.report)
 
 
 class Checkpoints:
@@ -379,14 +368,13 @@ class Checkpoints:
             return
         steps = self.steps()
         kept = {*steps[-self._last :], *self._ranked()[: self._best or 0]}
-        kept |= {step for step in steps if self._every and step % self._every == 0}
         for step in steps:
-            if step not in kept:
+            if step not in kept and not (self._every and step % self._every == 0):
                 discard(self.path(step))
 
     def _ranked(self) -> list[int]:
         """Return the steps that have the metric, best first, of equals the later one."""
-        found: list[tuple[float, int]] = []
+        result: list[tuple[float, int]] = []
         for step in self.steps():
             path = self.path(step) / MANIFEST
             try:
@@ -395,5 +383,5 @@ class Checkpoints:
             except (OSError, ValueError, LookupError, TypeError):  # damaged, or saved without the metric
                 continue
             if type(value) in (int, float) and not math.isnan(value):
-                found.append((self._sign * value, -step))
-        return [-step for _, step in sorted(found)]
+                result.append((self._sign * value, -step))
+        return [-step for _, step in sorted(result)]

@@ -1,9 +1,11 @@
-"""The content of a checkpoint, by name: the tensors and JSON values of models, optimizers, the user's entries.
+"""The content of a checkpoint, by name: tensors and JSON values of models, optimizers and the user's entries.
 
-A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``; with several models or
-optimizers, ``model/<key>/<name>``. Collecting has no side effect: no optimizer steps, no tensor moves.
-
-Also the state of this rank's random generators (torch's on CPU and accelerator, Python's, numpy's) as bytes, and back.
+- A tensor's key is its path: ``model/<name>``, ``optimizer/<parameter>/<state>``, ``more/<path>``; with several models
+  or optimizers, ``model/<key>/<name>``. Collecting has no side effect: no optimizer steps, no tensor moves.
+- Ranks tell each other what they collected. Without a pipeline all have the same tensors, but for state of parameters
+  that one rank updates. With one, the first rank of each stage tells what its stage has, under names of the whole
+  model; the first stage that has a tied parameter writes it. The stages' optimizers have the same groups in order.
+- Also the state of this rank's random generators (torch's on CPU and accelerator, Python's, numpy's) as bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import random
 import re
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint.format import Manifest, TensorEntry, split
@@ -46,19 +49,19 @@ def collect(
     manifest = Manifest()
     for prefix, module in models.items():
         held, extra = model_tensors(module)
-        for each in held.values():
-            aliases = names_in_files(each.tensor, each.names, given)
+        for part in held.values():
+            aliases = names_in_files(part.tensor, part.names, given)
             key = f"{prefix}/{aliases[0]}"
             if key in tensors:
                 raise ValueError(
-                    f"names gives two tensors of the model the name {aliases[0]!r}, one is {each.names[0]!r}"
+                    f"names gives two tensors of the model the name {aliases[0]!r}, one is {part.names[0]!r}"
                 )
-            tensors[key] = each.tensor
-            manifest.tensors[key] = TensorEntry.of(each.tensor, aliases, each.trainable)
-        values = {
-            (name := (given and given(own)) or own): split(value, f"{prefix}/{name}", tensors)
-            for own, value in extra.items()
-        }
+            tensors[key] = part.tensor
+            manifest.tensors[key] = TensorEntry.of(part.tensor, aliases, part.trainable)
+        values = {}
+        for own_name, value in extra.items():
+            name = (given and given(own_name)) or own_name
+            values[name] = split(value, f"{prefix}/{name}", tensors)
         manifest.models[prefix] = {"class": torch.typename(_torch.own_class(names.unwrap(module))), "extra": values}
     name_of = parameter_names(models, given)
     for prefix, optimizer in optimizers.items():
@@ -71,22 +74,31 @@ def collect(
     return tensors, manifest
 
 
+def _modules_in(model: Any) -> list[nn.Module]:
+    """Return the modules of ``save``'s ``model``, whatever else is in it."""
+    return [m for m in (model.values() if isinstance(model, Mapping) else [model]) if isinstance(m, nn.Module)]
+
+
 def parameters_of(model: Any) -> list[torch.Tensor]:
-    """Return the parameters of ``save``'s ``model``, whatever else is in it."""
-    models = model.values() if isinstance(model, Mapping) else [model]
-    return [p for each in models if isinstance(each, nn.Module) for p in each.parameters()]
+    return [parameter for module in _modules_in(model) for parameter in module.parameters()]
+
+
+def is_stage(model: Any) -> bool:
+    """True if ``save``'s ``model`` was sharded as one stage of a pipeline."""
+    runtimes = [runtime_of(names.unwrap(module)) for module in _modules_in(model)]
+    return any(runtime is not None and runtime.plan.pipeline for runtime in runtimes)
 
 
 def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
     result: list[dict[str, Any]] = []
-    for kind, given, expected in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
-        many = isinstance(given, Mapping)
-        held = {f"{kind}/{key}": value for key, value in given.items()} if many else {kind: given}
-        result.append({} if given is None else held)
-        for prefix, each in result[-1].items():
-            if not isinstance(each, expected):
-                raise TypeError(f"{prefix.replace('/', '=')} is a {type(each).__name__}, not a {expected.__name__}")
+    for kind, value, expected in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        many = isinstance(value, Mapping)
+        held = {f"{kind}/{key}": member for key, member in value.items()} if many else {kind: value}
+        result.append({} if value is None else held)
+        for prefix, member in result[-1].items():
+            if not isinstance(member, expected):
+                raise TypeError(f"{prefix.replace('/', '=')} is a {type(member).__name__}, not a {expected.__name__}")
             key = prefix.partition("/")[2]
             if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
                 raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
@@ -95,17 +107,17 @@ def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, Any]]:
     """Return the tensors of ``model.state_dict()`` by first name, and what modules return from ``get_extra_state``."""
-    found: dict[int, ModelTensor] = {}
+    by_id: dict[int, ModelTensor] = {}
     extra: dict[str, Any] = {}
     for name, value in names.unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == "_extra_state":
             extra[name] = value
-        elif id(value) in found:
-            found[id(value)].names.append(name)
+        elif id(value) in by_id:
+            by_id[id(value)].names.append(name)
         else:
             trainable = value.requires_grad if isinstance(value, nn.Parameter) else None
-            found[id(value)] = ModelTensor(value, [name], trainable)
-    return {each.names[0]: each for each in found.values()}, extra
+            by_id[id(value)] = ModelTensor(value, [name], trainable)
+    return {part.names[0]: part for part in by_id.values()}, extra
 
 
 def parameter_names(models: Mapping[str, nn.Module], given: GivenNames = None) -> dict[int, str]:
@@ -113,37 +125,30 @@ def parameter_names(models: Mapping[str, nn.Module], given: GivenNames = None) -
     result: dict[int, str] = {}
     for prefix, model in models.items():
         inside = prefix.partition("/")[2]
-        for own, _, _, parameter in names.named_tensors(model, "parameters"):
+        for own_name, _, _, parameter in names.named_tensors(model, "parameters"):
             if id(parameter) not in result:
-                name = names_in_files(parameter, [own], given)[0]
+                name = names_in_files(parameter, [own_name], given)[0]
                 result[id(parameter)] = f"{inside}/{name}" if inside else name
     return result
 
 
-def names_in_files(tensor: torch.Tensor, own: list[str], given: GivenNames) -> list[str]:
-    """Return the names in files of a tensor that its model calls ``own``; that of ``tie_over`` is the first."""
-    found = own if given is None else [given(name) or name for name in own]
+def names_in_files(tensor: torch.Tensor, own_names: list[str], given: GivenNames) -> list[str]:
+    """Return the names in files of a tensor that its model calls ``own_names``; that of ``tie_over`` is the first."""
+    result = own_names if given is None else [given(name) or name for name in own_names]
     tied = tied_name(tensor)
-    return found if tied is None else list(dict.fromkeys([tied.name, *found]))
-
-
-def is_stage(model: Any) -> bool:
-    """True if ``save``'s ``model`` was sharded as one stage of a pipeline."""
-    models = model.values() if isinstance(model, Mapping) else [model]
-    runtimes = [runtime_of(names.unwrap(each)) for each in models if isinstance(each, nn.Module)]
-    return any(runtime is not None and runtime.plan.pipeline for runtime in runtimes)
+    return result if tied is None else list(dict.fromkeys([tied.name, *result]))
 
 
 def _optimizer_record(
     prefix: str, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], tensors: Tensors
 ) -> dict[str, Any]:
     """Return class, groups and state as JSON values; tensors go to ``tensors``, wrapped optimizers to ``"wrapped"``."""
-    record: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for place, member in enumerate(family(optimizer)):
         path = f"{prefix}/@{place}" if place else prefix
         if place and member.state is optimizer.state:
             continue
-        one: dict[str, Any] = {
+        record: dict[str, Any] = {
             "class": torch.typename(type(member)),
             "groups": [],
             "state": {
@@ -161,21 +166,128 @@ def _optimizer_record(
                 )
             settings = {key: value for key, value in group.items() if key != "params"}
             members = [name_of[id(parameter)] for parameter in group["params"]]
-            one["groups"].append({"params": members, "settings": split(settings, f"{path}/@groups/{g}", tensors)})
+            record["groups"].append({"params": members, "settings": split(settings, f"{path}/@groups/{g}", tensors)})
         if place:
-            record.setdefault("wrapped", {})[str(place)] = one
+            result.setdefault("wrapped", {})[str(place)] = record
         else:
-            record = one
-    return record
+            result = record
+    return result
 
 
-def groups_of(records: Mapping[str, Any], part: str = "params") -> dict[str, Any]:
-    """Return what must be the same on several ranks of optimizer records: class, and a ``part`` of each group."""
+# What ranks tell each other before a save
+
+
+@dataclass
+class RankContent:
+    """What a rank tells the others before a save."""
+
+    token: str
+    first: int  # rank of its stage
+    common: dict[str, Any]  # the same on all ranks
+    in_stage: dict[str, Any]  # the same on the ranks of its stage
+    entries: dict[str, TensorEntry] = field(default_factory=dict)  # tensors that other ranks may not have
+    tied: list[str] = field(default_factory=list)  # keys of those of which other stages have copies
+    models: dict[str, Any] = field(default_factory=dict)  # records of the manifest that other ranks may not have
+    optimizers: dict[str, Any] = field(default_factory=dict)
+
+
+def rank_content(
+    token: str, is_first: bool, first: int, staged: bool, common: dict[str, Any], manifest: Manifest, tensors: Tensors
+) -> RankContent:
+    """Describe what this rank has; ``is_first``: of its stage; ``staged``: there are several stages."""
+    result = RankContent(token, first, common, _groups_of(manifest.optimizers, "params"))
+    tells_all = staged and is_first
+    for key, tensor in tensors.items():
+        owned = key.startswith("optimizer") and not isinstance(tensor, DTensor)
+        if not owned:
+            placements = str(getattr(tensor, "placements", "plain"))
+            result.in_stage[key] = [placements, list(tensor.shape), str(tensor.dtype)]
+        if staged and key.startswith("more/") and isinstance(tensor, DTensor):
+            raise ValueError(f"{key!r} is sharded over the ranks of one stage; give it as a model, or whole")
+        if owned or tells_all:
+            result.entries[key] = manifest.tensors[key]
+        if tells_all and tied_name(tensor) is not None:
+            result.tied.append(key)
+    if staged:
+        for record in _with_wrapped(manifest.optimizers):
+            for group in record["groups"]:
+                group["settings"].pop("param_names", None)  # of this stage alone
+        for prefix, settings in _groups_of(manifest.optimizers, "settings").items():
+            result.common = result.common | {f"{prefix} (class and settings of groups)": settings}
+    if tells_all:
+        result.models, result.optimizers = manifest.models, manifest.optimizers
+    else:
+        states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
+        result.optimizers = {prefix: {"groups": [], "state": state} for prefix, state in states.items()}
+    return result
+
+
+def _groups_of(records: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return class, and a ``part`` of each group, of optimizer records and those that they wrap."""
     result: dict[str, Any] = {}
     for prefix, record in records.items():
         result[prefix] = [record["class"], [group[part] for group in record["groups"]]]
-        result |= groups_of({f"{prefix}/@{place}": each for place, each in record.get("wrapped", {}).items()}, part)
+        wrapped = record.get("wrapped", {}).items()
+        result |= _groups_of({f"{prefix}/@{place}": inner for place, inner in wrapped}, part)
     return result
+
+
+def _with_wrapped(records: Mapping[str, Any]) -> list[Any]:
+    """Return the records of optimizers, and of those that they wrap."""
+    return [one for record in records.values() for one in (record, *_with_wrapped(record.get("wrapped", {})))]
+
+
+def merge(manifest: Manifest, everyone: list[RankContent], staged: bool) -> dict[str, int]:
+    """Add what all ranks have to ``manifest``; return key of what some may not have → the first rank that has it."""
+    first_with: dict[str, int] = {}
+    entries = manifest.tensors
+    kept = {key: entries[key] for key in entries if not staged or key == "rng"}
+    entries.clear()
+    if not staged:
+        entries.update(kept)
+    for rank, content in enumerate(everyone):
+        for key, entry in content.entries.items():
+            known, first = entries.setdefault(key, entry), first_with.setdefault(key, rank)
+            known.names = list(dict.fromkeys([*known.names, *entry.names]))
+            if everyone[first].first != content.first and key.startswith("model") and key not in content.tied:
+                name = key.partition("/")[2]
+                raise ValueError(
+                    f"{name!r} is on two stages of the pipeline (ranks {first} and {rank}): say by names=… what "
+                    "each is called in the whole model, or tie them by trueshard.tie_over()"
+                )
+        for prefix, model in content.models.items():
+            manifest.models[prefix]["extra"] = model["extra"] | manifest.models[prefix]["extra"]
+        for prefix, record in content.optimizers.items():
+            _merge_optimizer(manifest.optimizers[prefix], record)
+    entries.update(kept)
+    for record in _with_wrapped(manifest.optimizers):
+        order = {name: i for i, name in enumerate(name for group in record["groups"] for name in group["params"])}
+        record["state"] = dict(sorted(record["state"].items(), key=lambda item: order.get(item[0], len(order))))
+    for key in sorted(key for key in entries if key.startswith("optimizer")):
+        entries[key] = entries.pop(key)
+    return first_with
+
+
+def _merge_optimizer(record: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Add the parameters and states of another rank's record of an optimizer to ``record``."""
+    for group, other in zip(record["groups"], theirs["groups"], strict=False):
+        group["params"] = list(dict.fromkeys([*group["params"], *other["params"]]))
+    record["state"] = theirs["state"] | record["state"]
+    for place, inner in theirs.get("wrapped", {}).items():
+        _merge_optimizer(record["wrapped"][place], inner)
+
+
+def part_of(record: Mapping[str, Any], here: Collection[str]) -> dict[str, Any]:
+    """Return an optimizer's saved record without the parameters that are not in ``here``, on this stage."""
+    groups = []
+    for group in record["groups"]:
+        members = [name for name in group["params"] if name in here]
+        groups.append({**group, "params": members, "elsewhere": bool(group["params"]) and not members})
+    wrapped = {place: part_of(inner, here) for place, inner in record.get("wrapped", {}).items()}
+    return {**record, "groups": groups} | ({"wrapped": wrapped} if wrapped else {})
+
+
+# Random generators
 
 
 def seed_all(seed: int) -> None:
@@ -185,7 +297,8 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
 
 
-_WORDS = 625  # words of Python's Mersenne Twister: 624 of state and a position
+_PYTHON = "<i625I?d"  # version, Mersenne Twister's 624 words and position, and the second number of a pair
+_NUMPY = "<624Iii d"
 
 
 def random_state() -> tuple[list[list[Any]], torch.Tensor]:
@@ -195,11 +308,11 @@ def random_state() -> tuple[list[list[Any]], torch.Tensor]:
     if device is not None and hasattr(module := torch.get_device_module(device), "get_rng_state"):
         parts[device.type] = bytes(module.get_rng_state().cpu().numpy())
     version, words, gauss = random.getstate()
-    parts["python"] = struct.pack(f"<i{_WORDS}I?d", version, *words, gauss is not None, gauss or 0.0)
+    parts["python"] = struct.pack(_PYTHON, version, *words, gauss is not None, gauss or 0.0)
     legacy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
     name, keys, place, has_gauss, cached = legacy
     if name == "MT19937":
-        parts["numpy"] = struct.pack("<624Iii d", *keys.tolist(), place, has_gauss, cached)
+        parts["numpy"] = struct.pack(_NUMPY, *keys.tolist(), place, has_gauss, cached)
     table = [[kind, len(data)] for kind, data in parts.items()]
     return table, torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8)
 
@@ -211,10 +324,10 @@ def set_random_state(table: list[list[Any]], states: torch.Tensor) -> None:
         if kind == "torch":
             torch.set_rng_state(tensor)
         elif kind == "python":
-            version, *words, has_gauss, gauss = struct.unpack(f"<i{_WORDS}I?d", data)
+            version, *words, has_gauss, gauss = struct.unpack(_PYTHON, data)
             random.setstate((version, tuple(words), gauss if has_gauss else None))
         elif kind == "numpy":
-            *keys, place, has_gauss, cached = struct.unpack("<624Iii d", data)
+            *keys, place, has_gauss, cached = struct.unpack(_NUMPY, data)
             generator = ("MT19937", numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached)
             numpy.random.set_state(generator)  # noqa: NPY002
         elif kind == str(torch.accelerator.current_accelerator(check_available=True)):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.checkpoint import layout, state
-from trueshard.checkpoint.format import find_dtype
+from trueshard.checkpoint.format import floating_dtype
 from trueshard.model import names
 from trueshard.sharding.copying import copy_modules, on_meta
 from trueshard.sharding.engine import sharded
@@ -104,10 +104,7 @@ def _form(adapters: str, naming: str, dtype: torch.dtype | str | None) -> _Form:
         raise ValueError(f'adapters={adapters!r}: it is "merged" or "alone"')
     if naming not in ("saved", "hub") or (naming == "hub" and adapters == "alone"):
         raise ValueError(f'naming={naming!r}: it is "saved", or with merged adapters "hub"')
-    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
-    if dtype is not None and not (wanted is not None and wanted.is_floating_point):
-        raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
-    return _Form(naming == "hub", wanted)
+    return _Form(naming == "hub", floating_dtype(dtype))
 
 
 def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
