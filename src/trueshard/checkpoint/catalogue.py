@@ -6,6 +6,8 @@ URL of fsspec (``s3://``, ``memory://``, …) is read by ranges.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
 import os
 import warnings
@@ -186,10 +188,7 @@ class Catalogue:
                 self.directory.release(piece.file, at, stop)
 
     def checksum(self, key: str, begin: int, end: int) -> int:
-        value = 0
-        for data, _ in self._blocks(key, begin, end):
-            value = crc32(data, value)
-        return value
+        return functools.reduce(lambda value, block: crc32(block[0], value), self._blocks(key, begin, end), 0)
 
     def is_intact(self, key: str) -> bool:
         """Compare a tensor's bytes with its checksum; True if they agree, or there is none."""
@@ -205,9 +204,11 @@ class Catalogue:
         dtype = dtype_of(self.entries[key].dtype)
         plain = local.is_contiguous()
         flat = local.detach().view(-1) if plain else torch.empty(local.numel(), dtype=local.dtype)
-        for data, at in self._blocks(key, begin, begin + local.numel() * dtype.itemsize):
-            elements = _as_tensor(data, dtype)
-            flat[at // dtype.itemsize :][: elements.numel()].copy_(elements)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the memory is read-only; it is only read
+            for data, at in self._blocks(key, begin, begin + local.numel() * dtype.itemsize):
+                elements = torch.frombuffer(data, dtype=dtype)
+                flat[at // dtype.itemsize :][: elements.numel()].copy_(elements)
         if not plain:
             local.copy_(flat.view(local.shape))
 
@@ -252,12 +253,6 @@ class Catalogue:
         return join(saved, self.whole)
 
 
-def _as_tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only; it is only read
-        return torch.frombuffer(data, dtype=dtype)
-
-
 def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
     """Open a checkpoint, a Hugging Face, PEFT or DCP directory, or a .safetensors file."""
     path = resolve_latest(path)
@@ -286,15 +281,15 @@ def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:
             "where the checkpoint was written, or load model.safetensors itself"
         )
     for stem in _STEMS:
-        files = [f"{stem}.safetensors"] if directory.exists(f"{stem}.safetensors") else []
-        index = f"{stem}.safetensors.index.json"
+        single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+        files = [single] if directory.exists(single) else []
         if directory.exists(index):
             table = parse_json(directory.read(index), f"{directory.where}/{index}").get("weight_map")
             if not isinstance(table, dict):
                 raise ValueError(f"{directory.where}/{index} is damaged: it has no weight_map")
             files = list(dict.fromkeys(map(str, table.values())))
         if files:
-            entries = {key: entry for file in files for key, entry in directory.tensors(file).items()}
+            entries = {key: entry for name in files for key, entry in directory.tensors(name).items()}
             return Catalogue(directory, entries, adapter=stem == "adapter_model")
     if not is_url(path) and Path(path, "checkpoints").is_dir():
         raise FileNotFoundError(
@@ -337,13 +332,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     An interrupted save does not count, since it never got its name, nor does a checkpoint with a damaged manifest.
     """
-    found = []
+    complete = []
     for path in Path(directory).glob(f"[!.]*/{MANIFEST}"):
-        if path.parent.is_symlink():
-            continue
-        try:
-            manifest = Manifest.parse(path.read_bytes(), str(path))
-            found.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))
-        except (OSError, ValueError):  # no checkpoint, or another rank is deleting it
-            continue
-    return max(found)[2] if found else None
+        with contextlib.suppress(OSError, ValueError):  # damaged, or another rank is deleting it
+            if not path.parent.is_symlink():
+                manifest = Manifest.parse(path.read_bytes(), str(path))
+                complete.append((str(manifest.about.get("written", "")), path.stat().st_mtime_ns, path.parent))
+    return max(complete)[2] if complete else None

@@ -44,8 +44,9 @@ def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
 
 def find_dtype(name: object) -> torch.dtype | None:
     """Return the dtype of ``"float32"``, ``"torch.float32"`` or ``"fp32"``; None if there is none."""
-    found = getattr(torch, SHORT_DTYPES.get(name, name).removeprefix("torch."), None) if isinstance(name, str) else None
-    return found if isinstance(found, torch.dtype) else None
+    full_name = SHORT_DTYPES.get(name, name).removeprefix("torch.") if isinstance(name, str) else ""
+    dtype = getattr(torch, full_name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -217,12 +218,10 @@ class Manifest:
         """Read the content of the file, and check that it has the form and agrees with itself."""
         table = parse_json(data, where)
         version = table.get("format")
-        if type(version) is not int or version < 1:
+        if type(version) is not int or version < FORMAT:
             raise ValueError(f"{where} is damaged (format {version!r}); use an earlier checkpoint")
         if version > FORMAT:
             raise ValueError(f"{where}: format {version} is newer than format {FORMAT}; update trueshard")
-        if version < FORMAT:
-            raise ValueError(f"{where}: format {version} was never released; this library reads format {FORMAT}")
         first = _FIRST_LINE.match(data)
         if first is None or int(first[1], 16) != crc32(memoryview(data)[first.end() :]):
             raise ValueError(f"{where} is damaged: its checksum does not fit; use an earlier checkpoint")
@@ -370,16 +369,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    found = find_dtype(value)
-    return found is not None and dtype_name(found) == value
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and type(value[0]) in (str, int) and _is_split(value[1])
-
-
-def _is_settings(value: Any) -> bool:
-    return isinstance(value, dict) and "__dict__" in value and _is_split(value)
+    dtype = find_dtype(value)
+    return dtype is not None and dtype_name(dtype) == value
 
 
 def _is_split(value: Any) -> bool:
@@ -389,8 +380,11 @@ def _is_split(value: Any) -> bool:
     if not isinstance(value, dict):
         return _is_plain(value)
     mark, inner = next(iter(value.items()), ("", None))
-    if mark in ("__tuple__", "__dict__"):
-        good = isinstance(inner, list) and all(map(_is_split if mark == "__tuple__" else _is_pair, inner))
+    if mark == "__dict__" and isinstance(inner, list):  # [key, value] pairs
+        good = all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in inner)
+        return good and len(value) == 1 and all(_is_split(pair[1]) for pair in inner)
+    if mark == "__tuple__":
+        good = isinstance(inner, list) and all(map(_is_split, inner))
     else:
         good = isinstance(inner, str) if mark == "__tensor__" else mark == "__dtype__" and _is_dtype(inner)
     return good and len(value) == 1
@@ -408,7 +402,12 @@ _TENSOR = {
 }
 _OPTIMIZER: dict[str, Any] = {
     "class": _TEXT,
-    "groups": [{"params": [_TEXT], "settings": _is_settings}],
+    "groups": [
+        {
+            "params": [_TEXT],
+            "settings": lambda value: isinstance(value, dict) and "__dict__" in value and _is_split(value),
+        }
+    ],
     "state": {"*": _is_split},
 }
 _OPTIMIZER["wrapped?"] = {"*": _OPTIMIZER}

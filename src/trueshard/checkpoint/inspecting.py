@@ -76,17 +76,14 @@ class Inspected:
         return json.dumps(asdict(self) | {"totals": self.totals()}, indent=1, default=str)
 
     def __str__(self) -> str:
-        lines = [self.where]
-        lines += [f"  {key}: {value}" for key, value in self.about.items()]
-        if self.step is not None:
-            lines.append(f"  step: {self.step}")
-        shown = [tensor for tensor in self.tensors if _part(tensor.key) in ("model", "more")]
+        facts = self.about if self.step is None else {**self.about, "step": self.step}
+        lines = [self.where, *(f"  {key}: {value}" for key, value in facts.items())]
         kinds = {True: "trainable", False: "frozen", None: ""}
-        names = [" = ".join([tensor.key.removeprefix("model/"), *tensor.names[1:]]) for tensor in shown]
-        shapes = ["×".join(map(str, tensor.shape)) or "one" for tensor in shown]
-        rows = [
-            (*row, t.dtype, size(t.bytes), kinds[t.trainable]) for *row, t in zip(names, shapes, shown, strict=True)
-        ]
+        rows = []
+        for t in self.tensors:
+            if _part(t.key) in ("model", "more"):
+                name, shape = " = ".join([t.key.removeprefix("model/"), *t.names[1:]]), "×".join(map(str, t.shape))
+                rows.append((name, shape or "one", t.dtype, size(t.bytes), kinds[t.trainable]))
         lines += ["", *table(("tensor", "shape", "dtype", "size", ""), rows, right=(3,))]
         counts = Counter((_part(tensor.key), tensor.dtype) for tensor in self.tensors)
         parts = [
@@ -142,14 +139,12 @@ class Compared:
     def __str__(self) -> str:
         how = "by their bytes" if self.read else "by the checksums that were saved with them; --bytes reads them"
         lines = [f"- {self.one}", f"+ {self.other}", f"{self.equal:,} tensors are equal, {how}"]
-        if not self:
-            return "\n".join([*lines, "nothing differs"])
         lines += [f"- {key}" for key in self.removed]
         lines += [f"+ {key}" for key in self.added]
         lines += [f"~ {key}: {before} → {after}" for key, (before, after) in self.changed_kind.items()]
         lines += [f"~ {key}: other values" for key in self.changed_bytes]
         lines += [f"~ {path}: {_short(a)} → {_short(b)}" for path, (a, b) in self.settings.items()]
-        return "\n".join(lines)
+        return "\n".join(lines if self else [*lines, "nothing differs"])
 
 
 def inspect(
@@ -191,11 +186,7 @@ def _inspected(catalogue: Catalogue) -> Inspected:
     classes = {prefix: record.get("class") for prefix, record in manifest.models.items() if record.get("class")}
     about = {"format": manifest.format, **manifest.about, **classes}
     more = {key: _readable(value, catalogue) for key, value in manifest.more.items()}
-    optimizers = [
-        optimizer
-        for prefix, record in manifest.optimizers.items()
-        for optimizer in _optimizers(prefix, record, catalogue)
-    ]
+    optimizers = list(_optimizers(manifest.optimizers, catalogue))
     return Inspected(catalogue.where, about, _step(more), tensors, optimizers, more)
 
 
@@ -213,36 +204,42 @@ def _step(value: Any) -> int | None:
         return None
     if type(value.get("step")) is int:
         return int(value["step"])
-    return next((found for each in value.values() if (found := _step(each)) is not None), None)
+    return next((step for inner in value.values() if (step := _step(inner)) is not None), None)
 
 
-def _optimizers(prefix: str, record: Any, catalogue: Catalogue) -> Iterator[OptimizerFound]:
-    """Yield an optimizer and those that it wraps."""
+def _optimizers(records: Mapping[str, Any], catalogue: Catalogue) -> Iterator[OptimizerFound]:
+    """Yield optimizers, each followed by those that it wraps."""
     models = {key: entry for key, entry in catalogue.entries.items() if key.startswith("model/")}
     elements = {key.partition("/")[2]: math.prod(entry.shape) for key, entry in models.items()}
-    groups = [
-        GroupFound(_readable(each["settings"], catalogue), names, sum(elements.get(name, 0) for name in names))
-        for each in record["groups"]
-        for names in [each["params"]]
-    ]
-    members = [name for group in groups for name in group.parameters]
-    having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
-    yield OptimizerFound(prefix, record["class"], groups, having, without)
-    for place, each in record.get("wrapped", {}).items():
-        yield from _optimizers(f"{prefix}/@{place}", each, catalogue)
+    for prefix, record in records.items():
+        groups = []
+        for group in record["groups"]:
+            count = sum(elements.get(name, 0) for name in group["params"])
+            groups.append(GroupFound(_readable(group["settings"], catalogue), group["params"], count))
+        members = [name for group in groups for name in group.parameters]
+        having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
+        yield OptimizerFound(prefix, record["class"], groups, having, without)
+        wrapped = {f"{prefix}/@{place}": inner for place, inner in record.get("wrapped", {}).items()}
+        yield from _optimizers(wrapped, catalogue)
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected, read: bool) -> Compared:
     # Other programs' files hold only a model, under its own names.
     before, after = (
-        {key if each.manifest is not None else f"model/{key}": key for key in each.entries} for each in (first, second)
+        {key if source.manifest is not None else f"model/{key}": key for key in source.entries}
+        for source in (first, second)
     )
     shared = {key: (first.entries[before[key]], second.entries[after[key]]) for key in before if key in after}
     facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
     kinds = {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in shared.items()}
     changed = {key: (a, b) for key, (a, b) in kinds.items() if a != b}
     same = [key for key in shared if key not in changed]
-    differ = [key for key in same if _checksum(first, before[key], read) != _checksum(second, after[key], read)]
+
+    def checksum(catalogue: Catalogue, key: str) -> int:
+        entry = catalogue.entries[key]
+        return catalogue.checksum(key, 0, entry.nbytes) if read or entry.crc32 is None else entry.crc32
+
+    differ = [key for key in same if checksum(first, before[key]) != checksum(second, after[key])]
     return Compared(
         one.where,
         other.where,
@@ -256,35 +253,29 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     )
 
 
-def _checksum(catalogue: Catalogue, key: str, read: bool) -> int:
-    entry = catalogue.entries[key]
-    return catalogue.checksum(key, 0, entry.nbytes) if read or entry.crc32 is None else entry.crc32
-
-
 def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:
     """Return all that is compared besides values, by path; ``shared``: keys of the tensors that both have."""
     facts: dict[str, Any] = {}
+
+    def flatten(value: Mapping[str, Any], path: str) -> None:
+        for key, inner in value.items():
+            if isinstance(inner, Mapping):
+                flatten(inner, f"{path}{key}.")
+            else:
+                facts[f"{path}{key}"] = inner
+
     for optimizer in found.optimizers:
         facts[f"{optimizer.key}: class"] = optimizer.kind
         facts[f"{optimizer.key}: without state"] = optimizer.without_state
         for g, group in enumerate(optimizer.groups):
             facts[f"{optimizer.key}: group {g}: parameters"] = group.parameters
-            _flatten(group.settings, f"{optimizer.key}: group {g}: ", facts)
-    _flatten(found.more, "", facts)
+            flatten(group.settings, f"{optimizer.key}: group {g}: ")
+    flatten(found.more, "")
     for tensor in found.tensors:
         if tensor.trainable is not None and tensor.key in shared:
             facts[f"{tensor.key}: trainable"] = tensor.trainable
             facts[f"{tensor.key}: names"] = tensor.names
-    facts |= {f"about: {key}": value for key, value in found.about.items() if key != "written"}
-    return facts
-
-
-def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _flatten(each, f"{path}{key}." if isinstance(each, Mapping) else f"{path}{key}", into)
-    else:
-        into[path] = value
+    return facts | {f"about: {key}": value for key, value in found.about.items() if key != "written"}
 
 
 def _part(key: str) -> str:
@@ -347,41 +338,31 @@ def check(path: str | os.PathLike[str]) -> Checked:
     files = {file for entry in catalogue.entries.values() for file in entry.files}
     problems = []
     for name, record in (manifest.files if manifest is not None else {}).items():
-        own = directory.read(name, 0, record.size if record.header is None else record.header)
-        if crc32(own) != record.crc32:
+        data = directory.read(name, 0, record.size if record.header is None else record.header)
+        if crc32(data) != record.crc32:
             what = "the header of " if record.header is not None else ""
             problems.append(f"{what}{name} does not have the bytes that were saved")
-    problems += _exchanged(catalogue) if not problems else []
+    problems += _exchanged(catalogue, files) if not problems else []
     for key, entry in catalogue.entries.items():
         if not catalogue.is_intact(key):
             problems.append(f"tensor {key!r} in {', '.join(entry.files)} does not have the bytes that were saved")
-    problems += [] if problems or manifest is None else _other_values(catalogue, manifest.about.get("hashes", {}))
-    if manifest is not None:
-        files |= {*manifest.files, MANIFEST}
-    elif any(is_marked(directory.header(file)) for file in files):
+    if manifest is not None and not problems:
+        for key, expected in manifest.about.get("hashes", {}).items():
+            tensor = catalogue.whole(key)
+            if hashing.written(f"{tuple(tensor.shape)} {tensor.dtype}", hashing.hash_here(tensor)) != expected:
+                problems.append(f"tensor {key!r} has other values than those in memory when it was saved")
+    if manifest is None and any(is_marked(directory.header(file)) for file in files):
         problems.append(f"{MANIFEST} is missing: the files are those of a checkpoint")
     if problems:
         raise DamagedCheckpoint(catalogue.where, problems)
-    size = sum(directory.size(file) for file in files)
+    files |= set() if manifest is None else {*manifest.files, MANIFEST}
+    total = sum(directory.size(file) for file in files)
     unchecked = sum(entry.crc32 is None for entry in catalogue.entries.values())
-    return Checked(catalogue.where, len(files), len(catalogue.entries), size, unchecked)
+    return Checked(catalogue.where, len(files), len(catalogue.entries), total, unchecked)
 
 
-def _other_values(catalogue: Catalogue, saved: Mapping[str, str]) -> list[str]:
-    """Return a problem for each tensor whose values are not those that were in memory when it was saved."""
-    problems = []
-    for key, expected in saved.items():
-        entry = catalogue.entries[key]
-        tensor = entry.empty()
-        catalogue.read_into(key, 0, tensor)
-        if hashing.written(f"{tuple(tensor.shape)} {tensor.dtype}", hashing.hash_here(tensor)) != expected:
-            problems.append(f"tensor {key!r} has other values than those in memory when it was saved")
-    return problems
-
-
-def _exchanged(catalogue: Catalogue) -> list[str]:
+def _exchanged(catalogue: Catalogue, files: set[str]) -> list[str]:
     """Return a problem for each tensor whose place belongs to another one by the file's own header."""
-    files = {file for entry in catalogue.entries.values() for file in entry.files}
     name_at = {tensor.pieces[0]: name for file in files for name, tensor in catalogue.directory.tensors(file).items()}
     usual = {key: {key, key.partition("/")[2], *entry.names} for key, entry in catalogue.entries.items()}
     known = {name for names in usual.values() for name in names}
@@ -389,8 +370,6 @@ def _exchanged(catalogue: Catalogue) -> list[str]:
     for key, entry in catalogue.entries.items():
         for piece in entry.pieces:
             name = name_at.get(piece)
-            if piece.begin == piece.end or name in usual[key]:
-                continue
-            if name is None or name in known:
+            if piece.begin != piece.end and name not in usual[key] and (name is None or name in known):
                 problems.append(f"tensor {key!r} is not where the manifest says: {piece.file} has {name!r} there")
     return problems

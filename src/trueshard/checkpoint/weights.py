@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -65,46 +64,35 @@ def weights(
     Raises:
         ValueError: the model is not sharded, an argument is wrong, or PEFT cannot merge the adapter.
     """
-    form = _form(adapters, naming, dtype)
-    runtime = sharded(model)
-    settle(runtime)
-    held, _ = state.model_tensors(runtime.root)
-    with torch.no_grad():  # PEFT may call a prompt's encoder, which is a pass
-        name_of = _names(runtime.root, list(held), alone=adapters == "alone")
-    merging = Merging(runtime) if adapters == "merged" else None
-    given = {id(each.tensor): name_of[name] for name, each in held.items() if name in name_of}
-
-    def members(every: Iterable[list[Place]]) -> list[_Member]:
-        """Return the parameters, each by its places, that are given or needed for it."""
-        found = [_Member(places, given.get(id(_registered(places[0])))) for places in every]
-        return [each for each in found if each.name is not None or (merging and each.places[0] in merging.layers_at)]
-
-    every = [(unit, members(_torch.places_in_unit(unit))) for unit in runtime.units]
-    whole = [(each, member) for each in runtime.replicated for member in members([each.places])]
-    buffers = {name_of[n]: each.tensor for n, each in held.items() if n in name_of and each.trainable is None}
-    return _go_through(runtime, {unit: found for unit, found in every if found}, whole, buffers, merging, form)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Changes to names and whole tensors before they are given."""
-
-    published: bool
-    dtype: torch.dtype | None
-
-    def of(self, root: Any, found: dict[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-        if self.published:
-            found = layout.as_published(root.get_base_model() if hasattr(root, "get_base_model") else root, found)
-        own = [t if self.dtype is None or not t.is_floating_point() else t.to(self.dtype) for t in found.values()]
-        return list(found), own
-
-
-def _form(adapters: str, naming: str, dtype: torch.dtype | str | None) -> _Form:
     if adapters not in ("merged", "alone"):
         raise ValueError(f'adapters={adapters!r}: it is "merged" or "alone"')
     if naming not in ("saved", "hub") or (naming == "hub" and adapters == "alone"):
         raise ValueError(f'naming={naming!r}: it is "saved", or with merged adapters "hub"')
-    return _Form(naming == "hub", floating_dtype(dtype))
+    wanted, runtime = floating_dtype(dtype), sharded(model)
+    settle(runtime)
+    root: Any = runtime.root
+    held, _ = state.model_tensors(root)
+    with torch.no_grad():  # PEFT may call a prompt's encoder, which is a pass
+        name_of = _names(root, list(held), alone=adapters == "alone")
+    merging = Merging(runtime) if adapters == "merged" else None
+    given = {id(part.tensor): name_of[name] for name, part in held.items() if name in name_of}
+
+    def members(every: Iterable[list[Place]]) -> list[_Member]:
+        """Return the parameters, each by its places, that are given or needed for it."""
+        result = [_Member(places, given.get(id(_registered(places[0])))) for places in every]
+        return [m for m in result if m.name is not None or (merging and m.places[0] in merging.layers_at)]
+
+    def finish(tensors: dict[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        if naming == "hub":
+            tensors = layout.as_published(root.get_base_model() if hasattr(root, "get_base_model") else root, tensors)
+        converted = [t if wanted is None or not t.is_floating_point() else t.to(wanted) for t in tensors.values()]
+        return list(tensors), converted
+
+    every = [(unit, members(_torch.places_in_unit(unit))) for unit in runtime.units]
+    units = {unit: in_unit for unit, in_unit in every if in_unit}
+    whole = [(parameter, member) for parameter in runtime.replicated for member in members([parameter.places])]
+    buffers = {name_of[n]: part.tensor for n, part in held.items() if n in name_of and part.trainable is None}
+    return _go_through(runtime, units, whole, buffers, merging, finish)
 
 
 def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
@@ -133,31 +121,23 @@ def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
     if not hasattr(root, "merge_and_unload") or not hasattr(root.base_model, "merge_and_unload"):
         kind = next(iter(peft.values())).peft_type
         raise ValueError(f'PEFT cannot merge a {kind} adapter into its base; adapters="alone" gives it alone')
-    found = {name: keys[name].key for name in held if keys[name].stem == "model"}
-    return found | _of_saved_modules(root, found)
-
-
-def _of_saved_modules(root: nn.Module, found: dict[str, str]) -> dict[str, str]:
-    """Return the names of modules that were trained whole; take those of their originals out of ``found``."""
+    result = {name: keys[name].key for name in held if keys[name].stem == "model"}
     from peft.utils import ModulesToSaveWrapper
 
-    saved: dict[str, str] = {}
     for name, module in names.named_modules(root):
-        if isinstance(module, ModulesToSaveWrapper):
+        if isinstance(module, ModulesToSaveWrapper):  # trained whole: they take the names of their originals
+            original = f"{name}.original_module."
             for adapter in (each for each in module.active_adapters if each in module.modules_to_save):
-                original = f"{name}.original_module."
-                for own in [each for each in found if each.startswith(original)]:
-                    saved[f"{name}.modules_to_save.{adapter}.{own.removeprefix(original)}"] = found.pop(own)
-    return saved
+                for key in [key for key in result if key.startswith(original)]:
+                    result[f"{name}.modules_to_save.{adapter}.{key.removeprefix(original)}"] = result.pop(key)
+    return result
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     """A parameter of a unit, or one that every rank holds whole."""
 
     places: list[Place]
-    name: str | None
-    """Name under which it is given; None: it is not given itself."""
+    name: str | None  # under which it is given; None: it is not given itself
 
 
 def _go_through(
@@ -166,26 +146,25 @@ def _go_through(
     whole: list[tuple[WholeParameter, _Member]],
     buffers: dict[str, torch.Tensor],
     merging: Merging | None,
-    form: _Form,
+    finish: Callable[[dict[str, torch.Tensor]], tuple[list[str], list[torch.Tensor]]],
 ) -> Generator[tuple[list[str], list[torch.Tensor]], None, None]:
     def given(values: list[tuple[_Member, torch.Tensor]]) -> dict[str, torch.Tensor]:
         merged = values if merging is None else merging.merged(values)
-        return {each.name: value for each, value in merged if each.name is not None}
+        return {member.name: value for member, value in merged if member.name is not None}
+
+    def gathered(member: _Member) -> torch.Tensor:
+        """Return a gathered parameter, whole: the ranks of the tensor axis join what it cuts. Collective over them."""
+        tensor = _registered(member.places[0]).detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     for unit in gather_each(runtime, units):
-        if found := given([(each, _gathered(each.places[0])) for each in units[unit]]):
-            yield form.of(runtime.root, found)
-        del found
+        if tensors := given([(member, gathered(member)) for member in units[unit]]):
+            yield finish(tensors)
+        del tensors
     with torch.no_grad():
-        last = given([(member, each.gathered().detach()) for each, member in whole]) | buffers
+        last = given([(member, parameter.gathered().detach()) for parameter, member in whole]) | buffers
     if last:
-        yield form.of(runtime.root, last)
-
-
-def _gathered(place: Place) -> torch.Tensor:
-    """Return a gathered parameter, whole: what is cut over the tensor axis, its ranks join. Collective over them."""
-    tensor = _registered(place).detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield finish(last)
 
 
 def _registered(place: Place) -> torch.Tensor:
@@ -205,6 +184,16 @@ class _Layers:
         self.gathered: list[tuple[_Member, Place, torch.dtype]] = []
         """Each with its place in the copies, and the dtype that it was gathered in."""
 
+    def merge(self) -> list[tuple[_Member, torch.Tensor]]:
+        for twin in self.twins:
+            if hasattr(twin, "unload_and_optionally_merge_module"):
+                twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                twin.merge(safe_merge=False, adapter_names=None)
+        self.twins.clear()
+        every, self.gathered = [item for item in self.gathered if item[0].name is not None], []
+        return [(member, getattr(twin, attribute).detach().to(dtype)) for member, (twin, attribute), dtype in every]
+
 
 class Merging:
     """Merges the active adapters of PEFT into the layers around them, as their parameters are gathered."""
@@ -215,7 +204,7 @@ class Merging:
         layers = _adapted_layers(runtime.root)
         twins = copy_modules(runtime, layers, on_meta, {}) if layers else []
         every = [places for unit in runtime.units for places in _torch.places_in_unit(unit)]
-        every += [each.places for each in runtime.replicated]
+        every += [parameter.places for parameter in runtime.replicated]
         first_of = {place: places[0] for places in every for place in places}
         known: dict[Place, _Layers] = {}
         for layer, twin in zip(layers, twins, strict=True):
@@ -237,30 +226,19 @@ class Merging:
         """Return what needs no merging, and the parameters of layers that are complete now, merged."""
         result: list[tuple[_Member, torch.Tensor]] = []
         for member, value in values:
-            own = [self.layers_at.pop(place) for place in member.places if place in self.layers_at]
-            if not own:
+            copies = [self.layers_at.pop(place) for place in member.places if place in self.layers_at]
+            if not copies:
                 result.append((member, value))
                 continue
             held = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
-            for _, (twin, attribute) in own:
+            for _, (twin, attribute) in copies:
                 _torch.own_parameters(twin)[attribute] = held
-            group, place = own[0]
+            group, place = copies[0]
             group.gathered.append((member, place, value.dtype))
             group.missing.discard(member.places[0])
             if not group.missing:
-                result += _merge(group)
+                result += group.merge()
         return result
-
-
-def _merge(group: _Layers) -> list[tuple[_Member, torch.Tensor]]:
-    for twin in group.twins:
-        if hasattr(twin, "unload_and_optionally_merge_module"):
-            twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        else:
-            twin.merge(safe_merge=False, adapter_names=None)
-    group.twins.clear()
-    every, group.gathered = [each for each in group.gathered if each[0].name is not None], []
-    return [(member, getattr(twin, attribute).detach().to(dtype)) for member, (twin, attribute), dtype in every]
 
 
 def _adapted_layers(root: nn.Module) -> list[nn.Module]:

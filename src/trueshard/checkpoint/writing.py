@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trueshard import _torch
-from trueshard.checkpoint.catalogue import file_system, is_url
+from trueshard.checkpoint.catalogue import file_system
 from trueshard.checkpoint.format import BLOCK, MANIFEST, FileRecord, Piece, TensorEntry, crc32, make_header
 from trueshard.checkpoint.process_group import as_bytes
 from trueshard.files import locked
@@ -46,8 +46,6 @@ class Written:
 
 class LocalWriter:
     """Writes to a directory of the file system. ``token``: eight hexadecimal digits, the same on every rank."""
-
-    positioned = True  # true if ranks write to the same files
 
     def __init__(self, final: Path, token: str) -> None:
         self.where, self._final = str(final), Path(os.path.abspath(final))
@@ -107,8 +105,14 @@ class LocalWriter:
     def publish(self, manifest: bytes) -> None:
         _write_file(self._partial / MANIFEST, manifest)
         move_into_place(self._partial, self._final, self.where)
-        if OF_A_STEP.fullmatch(self._final.name):
-            _point_latest_to(self._final)
+        link = self._final.with_name("latest")
+        # The link moves in one step, where the file system has links; a file or directory of that name stays.
+        if OF_A_STEP.fullmatch(self._final.name) and (link.is_symlink() or not os.path.lexists(link)):
+            new = link.with_name(f".latest.partial-{secrets.token_hex(4)}")
+            with contextlib.suppress(OSError, NotImplementedError):
+                new.symlink_to(self._final.name, target_is_directory=True)
+                new.replace(link)
+                _sync(link.parent)
         self._lock.close()
 
     def abandon(self) -> None:
@@ -210,17 +214,6 @@ def _is_taken(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _point_latest_to(checkpoint: Path) -> None:
-    """Make the link ``latest`` beside ``checkpoint`` point to it, in one step, where the file system has links."""
-    link = checkpoint.with_name("latest")
-    if link.is_symlink() or not os.path.lexists(link):
-        new = checkpoint.with_name(f".latest.partial-{secrets.token_hex(4)}")
-        with contextlib.suppress(OSError, NotImplementedError):
-            new.symlink_to(checkpoint.name, target_is_directory=True)
-            new.replace(link)
-            _sync(link.parent)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -252,8 +245,6 @@ def _naming(path: Path | str, key: str | None = None) -> Iterator[None]:
 
 class RemoteWriter:
     """Writes to a directory of an fsspec file system, with the methods of ``LocalWriter``."""
-
-    positioned = False
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
@@ -307,8 +298,3 @@ class RemoteWriter:
     def abandon(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._root, recursive=True)
-
-
-def writer_for(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:
-    """Return the writer for ``path``; ``token``: of a ``LocalWriter``."""
-    return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)
