@@ -184,16 +184,22 @@ def named(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
+def words_of(layout: Layout) -> dict[str, Any]:
+    """The arguments of ``shard``, with a mesh in the place of its shape."""
+    words = dict(layout.words)
+    if "mesh" in words:
+        words["mesh"] = init_device_mesh("cpu", words["mesh"], mesh_dim_names=("replicate", "shard"))
+    return words
+
+
 def started(setup: Setup, layout: Layout) -> tuple[Any, Any]:
     """The model and the optimizer, sharded."""
     model = setup.build()
-    words = dict(layout.words)
+    words = words_of(layout)
     if words.pop("compiled", False):
         model = {key: torch.compile(each, backend="aot_eager") for key, each in named(model).items()}
         model = model.get("", model)
     optimizer = setup.optimizer(model)
-    if "mesh" in words:
-        words["mesh"] = init_device_mesh("cpu", words["mesh"], mesh_dim_names=("replicate", "shard"))
     if layout.sharded:
         optimizers = list(named(optimizer).values())
         for each in named(model).values():
@@ -277,3 +283,18 @@ def seed(number: int) -> None:
 def draw() -> dict[str, Any]:
     """A number or more from each generator."""
     return {"torch": torch.rand(3), "random": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
+
+
+def hub_model(name: str) -> Any:
+    """A tiny transformers model of the catalogue, or (``tied_llama``) a Llama whose embeddings are tied."""
+    model: Any = CASES[name.removeprefix("tied_")].build(0)
+    if name.startswith("tied_"):
+        model.config.tie_word_embeddings = True
+        torch.manual_seed(0)
+        model = type(model)(model.config).train()
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, name: str) -> torch.Tensor:
+    return model.eval()(**CASES[name.removeprefix("tied_")].batch(4, 7)).logits

@@ -133,20 +133,24 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def tree(directory: Path) -> dict[str, str]:
     """What is below ``directory``, hidden or not: path → a digest of its bytes, "/" of a directory, a link's end."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
+
+    def content(path: Path) -> str:
         if path.is_symlink():
-            found[str(path.relative_to(directory))] = os.readlink(path)
-        else:
-            digest = "/" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
-            found[str(path.relative_to(directory))] = digest
-    return found
+            return os.readlink(path)
+        return "/" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+
+    return {str(path.relative_to(directory)): content(path) for path in sorted(directory.rglob("*"))}
 
 
-def restamp(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest of a checkpoint, and give it the checksum of what it then says."""
+def manifest_of(directory: Path) -> Table:
     table = json.loads((directory / MANIFEST).read_text())
     del table["crc32"]
+    return table
+
+
+def restamp(directory: Path, change: Callable[[Table], object]) -> None:
+    """Change the manifest of a checkpoint, and give it the checksum of what it then says."""
+    table = manifest_of(directory)
     change(table)
     (directory / MANIFEST).write_bytes(stamped(table))
 
@@ -157,14 +161,23 @@ def stamped(table: Any) -> bytes:
     return b'{"crc32": "%08x",\n' % zlib.crc32(text) + text
 
 
-def reheader(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the header of a safetensors file; the tensors' bytes stay as they are."""
+def header_of(file: Path) -> tuple[Table, bytes]:
+    """A safetensors file's header, and the bytes behind it."""
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
-    table = json.loads(data[8 : 8 + length])
-    change(table)
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def headed(table: Any, rest: bytes) -> bytes:
     text = json.dumps(table).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+def reheader(file: Path, change: Callable[[Table], object]) -> None:
+    """Change the header of a safetensors file; the tensors' bytes stay as they are."""
+    table, rest = header_of(file)
+    change(table)
+    file.write_bytes(headed(table, rest))
 
 
 def load_damaged(path: Path, **words: Any) -> str:
@@ -213,9 +226,8 @@ def flipped(file: Path, at: int, mask: int) -> Iterator[None]:
 
 def place_of(path: Path, key: str) -> tuple[int, int]:
     """(begin, end) of a tensor in its file."""
-    found: list[tuple[int, int]] = []
-    restamp(path, lambda table: found.extend((p["begin"], p["end"]) for p in table["tensors"][key]["pieces"]))
-    return found[0]
+    (piece,) = manifest_of(path)["tensors"][key]["pieces"]
+    return piece["begin"], piece["end"]
 
 
 def load_plain(path: Path) -> str:

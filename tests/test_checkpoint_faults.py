@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 
 import trueshard
-from damage import (
-    build,
-    photograph,
-    tree,
-    values,
-)
+from damage import build, photograph, tree, values
 from messages import lacking
 from parity import Ranks
 from trueshard.checkpoint import writing
@@ -39,6 +34,12 @@ ROUNDS = 60
 """saves that are interrupted, each at another line"""
 LIBRARY = str(Path(trueshard.__file__).parent)
 TraceFunction = Callable[[FrameType, str, object], Any]
+
+
+def meet() -> None:
+    """Wait for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def attempt(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wait: bool = True) -> str | None:
@@ -59,8 +60,7 @@ def limited(rank: int, world_size: int, folder: str, scheme: str, limit: int, wh
     """Save while files of some ranks may not grow beyond `limit` bytes; then without that."""
     model, optimizer = build(1, world_size, WIDTH)
     trueshard.save(f"{scheme}{folder}/earlier", model=model, optimizer=optimizer)
-    if world_size > 1:
-        dist.barrier()
+    meet()
     earlier = tree(Path(folder))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank in who:
@@ -69,11 +69,9 @@ def limited(rank: int, world_size: int, folder: str, scheme: str, limit: int, wh
         error = attempt(f"{scheme}{folder}/next", model, optimizer, wait)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    if world_size > 1:
-        dist.barrier()
+    meet()
     assert tree(Path(folder)) == earlier
-    if world_size > 1:
-        dist.barrier()
+    meet()
     assert attempt(f"{scheme}{folder}/next", model, optimizer, wait) is None
     return error
 
@@ -90,9 +88,7 @@ def test_a_disk_that_is_full_for_some(
         ranks = ranks2 if world_size == 2 else alone
         errors = ranks.run(limited, str(tmp_path / name), scheme, limit, who, wait)
         for rank, error in enumerate(errors):
-            assert error is not None
-            assert "File too large" in error
-            assert ".safetensors" in error
+            assert lacking(error, "File too large", ".safetensors") == []
             assert error.startswith("OSError") or rank != who[0]
         for name_of in ("earlier", "next"):
             trueshard.check(tmp_path / name / name_of)
@@ -115,11 +111,9 @@ def lied_to(rank: int, world_size: int, folder: str, wait: bool, direct: bool) -
         if not direct:
             patched.delattr(os, "O_DIRECT")
         error = attempt(f"{folder}/next", model, optimizer, wait)
-    if world_size > 1:
-        dist.barrier()
+    meet()
     assert not tree(Path(folder))
-    if world_size > 1:
-        dist.barrier()
+    meet()
     assert attempt(f"{folder}/next", model, optimizer, wait) is None
     return error
 
@@ -163,18 +157,15 @@ def filled(rank: int, world_size: int, folder: str, size: int) -> list[str]:
             filler.unlink(missing_ok=True)
             usage = os.statvfs(folder)
             filler.write_bytes(bytes(max(usage.f_bavail * usage.f_frsize - free, 0)))
-        if world_size > 1:
-            dist.barrier()
+        meet()
         before = tree(Path(folder))
         error = attempt(f"{folder}/next", model, optimizer)
-        if world_size > 1:
-            dist.barrier()
+        meet()
         if error is None:
             return errors
         errors.append(error)
         assert tree(Path(folder)) == before
-        if world_size > 1:
-            dist.barrier()
+        meet()
     raise AssertionError("no save had enough room")
 
 
@@ -195,16 +186,13 @@ def test_a_full_disk_behind_a_url(mounted: Callable[[str], Path]) -> None:
     trueshard.save(f"file://{folder}/earlier", model=model, optimizer=optimizer)
     before = tree(folder)
     error = attempt(f"file://{folder}/next", model, optimizer)
-    assert error is not None
-    assert "No space left on device" in error
+    assert lacking(error, "No space left on device") == []
     assert tree(folder) == before
 
 
 def test_a_read_only_file_system(mounted: Callable[[str], Path], tmp_path: Path) -> None:
     error = attempt(str(mounted("ro") / "step-1"), *build(1))
-    assert error is not None
-    assert "Read-only file system" in error
-    assert "step-1" in error
+    assert lacking(error, "Read-only file system", "step-1") == []
 
 
 def forbidden(rank: int, world_size: int, folder: str, who: list[int]) -> str | None:
@@ -238,9 +226,7 @@ def below(rank: int, world_size: int, folder: str) -> str | None:
 def test_a_path_below_a_file(tmp_path: Path, ranks2: Ranks) -> None:
     (tmp_path / "file").write_text("mine")
     for error in ranks2.run(below, str(tmp_path / "file" / "step-1")):
-        assert error is not None
-        assert "NotADirectoryError" in error
-        assert str(tmp_path / "file") in error
+        assert lacking(error, "NotADirectoryError", tmp_path / "file") == []
     assert (tmp_path / "file").read_text() == "mine"
     assert tree(tmp_path).keys() == {"file"}
 

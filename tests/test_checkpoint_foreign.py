@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,83 +30,62 @@ from parity import Ranks, assert_same
 from resting import all_but
 from tower import Tower, built, held, trained
 
-STYLES = (
-    "Accelerate",
-    "TorchTitan",
-    "TorchTitan, below model",
-    "nested",
-    "numbered",
-    "at the top",
-    "in an application",
-)
+Content = dict[str, Any]
 
 
-def write(rank: int, world_size: int, folder: str, styles: Iterable[str]) -> dict[str, Any]:
-    """Train with torch's own FSDP2, and save in each style."""
-    model, optimizer = built()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [model.norm.weight, model.norm.bias, model.unused], "weight_decay": 0.0, "lr": 0.02},
-            {"params": [model.embed.weight]},
-        ],
-        lr=0.01,
-    )
-    trained(model, optimizer)
-    for style in styles:
-        WRITERS[style](model, optimizer, Path(folder, style))
-    return held(model, optimizer)
-
-
-def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path / "pytorch_model_fsdp_0")
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path / "optimizer_0")
-
-
-def _titan(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=flat), **_progress()}
-    dcp.save(get_model_state_dict(model) | content, checkpoint_id=path)
-
-
-def _titan_below(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    content = {"optimizer": get_optimizer_state_dict(model, optimizer, options=flat), **_progress()}
-    dcp.save({"model": get_model_state_dict(model), **content}, checkpoint_id=path)
-
-
-def _nested(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    content = {"optimizer": get_optimizer_state_dict(model, optimizer), **_progress()}
-    dcp.save({"model": get_model_state_dict(model), **content}, checkpoint_id=path)
-
-
-def _numbered(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict(), **_progress()}, checkpoint_id=path)
-
-
-def _at_the_top(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    dcp.save(model.state_dict() | optimizer.state_dict(), checkpoint_id=path)
-
-
-def _application(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    both = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
-    dcp.save({"app": both, **_progress()}, checkpoint_id=path)
-
-
-def _progress() -> dict[str, Any]:
+def _progress() -> Content:
     scheduler = {"base_lrs": [0.02, 0.01], "last_epoch": 2, "pair": (1, "two")}
     return {"train_state": {"step": torch.tensor(2), "seen": 24}, "lr_scheduler": scheduler}
 
 
-WRITERS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], None]] = dict(
-    zip(STYLES, (_accelerate, _titan, _titan_below, _nested, _numbered, _at_the_top, _application), strict=True)
-)
+def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {"optimizer": get_optimizer_state_dict(model, optimizer, options=options), **_progress()}
 
 
-def read(rank: int, world_size: int, folder: str, styles: Iterable[str], sharded: bool) -> dict[str, Any]:
+def _both(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def _folders(model: nn.Module, optimizer: torch.optim.Optimizer) -> Content:
+    both = _both(model, optimizer)
+    return {"pytorch_model_fsdp_0": {"model": both["model"]}, "optimizer_0": {"optimizer": both["optim"]}}
+
+
+STYLES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Content]] = {
+    "Accelerate": _folders,
+    "TorchTitan": lambda m, o: get_model_state_dict(m) | _flat(m, o),
+    "TorchTitan, below model": lambda m, o: {"model": get_model_state_dict(m), **_flat(m, o)},
+    "nested": lambda m, o: {"model": _both(m, o)["model"], "optimizer": _both(m, o)["optim"], **_progress()},
+    "numbered": lambda m, o: {"model": m.state_dict(), "optim": o.state_dict(), **_progress()},
+    "at the top": lambda m, o: m.state_dict() | o.state_dict(),
+    "in an application": lambda m, o: {"app": _both(m, o), **_progress()},
+}
+"""Name → what is saved; by Accelerate in a folder each."""
+
+
+def write(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train with torch's own FSDP2, and save in each style."""
+    model, _ = built()
+    fully_shard(model)
+    groups = [
+        {"params": [model.norm.weight, model.norm.bias, model.unused], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [model.embed.weight]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    trained(model, optimizer)
+    for style, content_of in STYLES.items():
+        content = content_of(model, optimizer)
+        folders = content if style == "Accelerate" else {"": content}
+        for name, inside in folders.items():
+            dcp.save(inside, checkpoint_id=Path(folder, style, name))
+    return held(model, optimizer)
+
+
+def read(rank: int, world_size: int, folder: str, sharded: bool) -> dict[str, Any]:
     """Load each style over a model and an optimizer that have other values."""
     report = {}
-    for style in styles:
+    for style in STYLES:
         model, optimizer = built(seed=1)
         if sharded:
             trueshard.shard(model, optimizer)
@@ -121,7 +100,7 @@ def read(rank: int, world_size: int, folder: str, styles: Iterable[str], sharded
 def foreign(ranks2: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Directories by two ranks of torch's own FSDP2, in all styles; and what was saved."""
     folder = tmp_path_factory.mktemp("foreign")
-    return folder, ranks2.run(write, str(folder), STYLES)[0]
+    return folder, ranks2.run(write, str(folder))[0]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -129,7 +108,7 @@ def test_each_style_is_recognised_at_any_world_size(
     foreign: tuple[Path, dict[str, Any]], alone: Ranks, ranks3: Ranks, count: int
 ) -> None:
     folder, saved = foreign
-    for report in (alone if count == 1 else ranks3).run(read, str(folder), STYLES, count > 1):
+    for report in (alone if count == 1 else ranks3).run(read, str(folder), count > 1):
         for style, got in report.items():
             found, tied = got.pop("found"), got.pop("tied")
             assert_same({style: got}, {style: saved})
@@ -217,27 +196,31 @@ def test_what_differs_is_named_before_anything_is_changed(foreign: tuple[Path, d
     assert_same(model.norm.weight.data, before["model"]["norm.weight"])
 
 
-@pytest.mark.parametrize("way", ["cut", "gone", "flipped", "metadata"])
+DAMAGES: dict[str, tuple[str, Callable[[bytes, bytes], bytes | None], str]] = {
+    "cut": ("__0_0.distcp", lambda data, value: data[:-40], naming("__0_0.distcp", "cut short", "byte")),
+    "gone": ("__0_0.distcp", lambda data, value: None, naming("'__0_0.distcp'", "incomplete")),
+    "flipped": (
+        "__0_0.distcp",
+        lambda data, value: data.replace(value, bytes([value[0] ^ 1]) + value[1:]),
+        naming("__0_0.distcp", "damaged", "embed.weight'", "bytes"),
+    ),
+    "metadata": (".metadata", lambda data, value: data[:-40], naming(".metadata", "damaged")),
+}
+"""Way → (file, what becomes of its bytes, given those of a row of the embedding; what the error names)"""
+
+
+@pytest.mark.parametrize("way", DAMAGES)
 def test_damaged_directories_are_found_before_anything_is_changed(
     foreign: tuple[Path, dict[str, Any]], tmp_path: Path, way: str
 ) -> None:
     path = shutil.copytree(foreign[0] / "nested", tmp_path / "bad")
-    file = path / ".metadata" if way == "metadata" else path / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    if way == "flipped":
-        value = foreign[1]["model"]["embed.weight"][0].numpy().tobytes()
-        data[data.index(value)] ^= 1
-    file.write_bytes(data[:-40] if way in ("cut", "metadata") else data)
-    if way == "gone":
-        file.unlink()
+    name, change, reason = DAMAGES[way]
+    data = change((path / name).read_bytes(), foreign[1]["model"]["embed.weight"][0].numpy().tobytes())
+    (path / name).unlink()
+    if data is not None:
+        (path / name).write_bytes(data)
     model, optimizer = built(seed=1)
     before = held(model, optimizer)
-    reason = {
-        "cut": naming("__0_0.distcp", "cut short", "byte"),
-        "gone": naming("'__0_0.distcp'", "incomplete"),
-        "flipped": naming("__0_0.distcp", "damaged", "embed.weight'", "bytes"),
-        "metadata": naming(".metadata", "damaged"),
-    }[way]
     with pytest.raises((ValueError, FileNotFoundError), match=reason):
         trueshard.load(path, model=model, optimizer=optimizer, allow_pickle=True)
     assert_same(held(model, optimizer), before)

@@ -13,33 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
 
 import trueshard
-from checkpointing import LAYOUTS, SETUPS, everything, go_on, named, seed, started
-from messages import naming
+from checkpointing import LAYOUTS, SETUPS, everything, go_on, hub_model, logits, named, seed, started, words_of
+from damage import manifest_of
 from models import CASES
 from parity import Ranks, assert_same
 from resting import all_but
-from trueshard.checkpoint.format import FORMAT
 
 HUGGING_FACE = ("llama", "tied_llama", "mixtral", "t5", "llava", "qwen2_vl", "gpt2")
-
-
-def hub_model(name: str) -> nn.Module:
-    """A tiny transformers model of the catalogue, or a Llama whose embeddings are tied."""
-    if name != "tied_llama":
-        return CASES[name].build(0)
-    model: Any = CASES["llama"].build(0)
-    model.config.tie_word_embeddings = True
-    torch.manual_seed(0)
-    return type(model)(model.config).train()
-
-
-def logits(model: nn.Module, name: str) -> torch.Tensor:
-    case = CASES[name.removeprefix("tied_")]
-    with torch.no_grad():
-        return model.eval()(**case.batch(4, 7)).logits
 
 
 def saved_model(rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
@@ -216,20 +198,11 @@ def write(rank: int, world_size: int, folder: str, name: str, label: str) -> dic
     model = setup.build()
     optimizer = setup.optimizer(model)
     go_on(setup, model, optimizer, 0, 1, range(2))
-    words = dict(layout.words)
-    if "mesh" in words:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        words["mesh"] = init_device_mesh("cpu", words["mesh"], mesh_dim_names=("replicate", "shard"))
-    trueshard.shard(model, *named(optimizer).values(), **words)
+    trueshard.shard(model, *named(optimizer).values(), **words_of(layout))
     seed(rank)
     trueshard.save(Path(folder, label), model=model, optimizer=optimizer, progress={"step": 2, "list": [1, (2, None)]})
     report = everything(model, optimizer)
     return report | {"trainable": {n: p.requires_grad for n, p in model.named_parameters()}}
-
-
-def manifest_of(path: Path) -> dict[str, Any]:
-    return json.loads((path / "manifest.json").read_text())
 
 
 def raw(path: Path, entry: dict[str, Any]) -> bytes:
@@ -388,10 +361,3 @@ def test_stores_without_positioned_writes_get_a_file_a_rank(
 
 def test_a_checkpoint_in_memory(alone: Ranks) -> None:
     alone.run(remote, "memory://somewhere/one", True)
-
-
-@pytest.mark.parametrize("version", [1, 99])
-def test_another_format_is_refused_with_both_numbers(version: int, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": version}))
-    with pytest.raises(ValueError, match=naming("manifest.json", f"format {version}", f"format {FORMAT}")):
-        trueshard.load(tmp_path, model=nn.Linear(1, 1))

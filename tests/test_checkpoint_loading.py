@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import trueshard
-from checkpointing import SETUPS, everything, go_on, scribble
+from checkpointing import SETUPS, everything, go_on, hub_model, logits, scribble
 from gathering import whole
 from messages import naming
 from meter import gloo_lets_go, meter, peak_and_rest
@@ -376,30 +376,17 @@ def test_any_module_loads_by_a_mapping_of_names(
 
 def hub_directory(rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
     """A model as transformers itself saves it, in several files; what it holds and gives."""
-    model = _hub(name)
+    model = hub_model(name)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(Path(folder, name), max_shard_size="40kB")
-    return {"tensors": tensors_of(model), "logits": _logits(model, name)}
-
-
-def _hub(name: str) -> Any:
-    model: Any = CASES[name.removeprefix("tied_")].build(0)
-    if name.startswith("tied_"):
-        model.config.tie_word_embeddings = True
-        model = type(model)(model.config).train()
-    return model
-
-
-def _logits(model: nn.Module, name: str) -> torch.Tensor:
-    case = CASES[name.removeprefix("tied_")]
-    return model.eval()(**case.batch(4, 7)).logits.detach()
+    return {"tensors": tensors_of(model), "logits": logits(model, name)}
 
 
 def from_hub(rank: int, world_size: int, folder: str, name: str, how: str) -> dict[str, Any]:
     import transformers
 
-    model = _hub(name)
+    model = hub_model(name)
     if how == "meta":
         with torch.device("meta"):
             model = getattr(transformers, type(model).__name__)(model.config)
@@ -413,7 +400,7 @@ def from_hub(rank: int, world_size: int, folder: str, name: str, how: str) -> di
     assert [found.missing, found.unexpected, found.mismatched] == [[], [], []]
     assert len(list(model.parameters())) == parameters
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    report = {"tensors": tensors_of(model), "logits": _logits(model, name)}
+    report = {"tensors": tensors_of(model), "logits": logits(model, name)}
     model.train()
     CASES[name.removeprefix("tied_")].loss(model, CASES[name.removeprefix("tied_")].batch(4, 1)).backward()
     optimizer.step()
@@ -441,7 +428,7 @@ def test_a_hugging_face_directory_loads_into_sharded_and_meta_models(
 
 
 def incomplete(rank: int, world_size: int, folder: str) -> None:
-    model = _hub("llama")
+    model = hub_model("llama")
     trueshard.shard(model)
     before = tensors_of(model)
     with pytest.raises(ValueError, match=naming("'model.norm.weight'", "'model.nrom.weight'")):
@@ -504,7 +491,7 @@ def into_lora(rank: int, world_size: int, folder: str) -> None:
     now = tensors_of(other)
     assert_same({name: now[name] for name in base}, base)
     assert_same({name: now[name] for name in adapters}, adapters)
-    plain = _hub("llama")
+    plain = hub_model("llama")
     trueshard.shard(plain)
     trueshard.load(path / "base", model=plain)
     assert_same(tensors_of(plain)["model.norm.weight"], tensors_of(model)["base_model.model.model.norm.weight"])

@@ -390,6 +390,10 @@ def _is_split(value: Any) -> bool:
     return good and len(value) == 1
 
 
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and "__dict__" in value and _is_split(value)
+
+
 _TEXT, _COUNT, _COUNT_OR_NONE = (str,), (int,), (int, type(None))
 _HEADER = {"shape": [_COUNT], "data_offsets": [_COUNT], "dtype": _TEXT}
 _TENSOR = {
@@ -402,12 +406,7 @@ _TENSOR = {
 }
 _OPTIMIZER: dict[str, Any] = {
     "class": _TEXT,
-    "groups": [
-        {
-            "params": [_TEXT],
-            "settings": lambda value: isinstance(value, dict) and "__dict__" in value and _is_split(value),
-        }
-    ],
+    "groups": [{"params": [_TEXT], "settings": _is_settings}],
     "state": {"*": _is_split},
 }
 _OPTIMIZER["wrapped?"] = {"*": _OPTIMIZER}

@@ -179,7 +179,7 @@ def _optimizer_record(
 
 @dataclass
 class RankContent:
-    """What a rank tells the others before a save."""
+    """Message of a rank to the others before a save."""
 
     token: str
     first: int  # rank of its stage
