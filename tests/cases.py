@@ -33,10 +33,10 @@ def as_on_one_device(ranks: int | None = None, **tolerances: float) -> Callable[
     return lambda case: _test(case, ("alone", "sizes" if ranks is None else f"ranks{ranks}"), run)
 
 
-def on_ranks(ranks: int, *, fresh: bool = False) -> Callable[[Case], Case]:
-    """``fresh``: in processes of its own."""
+def on_ranks(ranks: int, *, fresh: bool = False, timeout: float = 60.0) -> Callable[[Case], Case]:
+    """``fresh``: in processes of its own; ``timeout``: seconds."""
     fixture = f"fresh{ranks}" if fresh else f"ranks{ranks}"
-    return lambda case: _test(case, (fixture,), lambda case, on, *args: on.run(case, *args))
+    return lambda case: _test(case, (fixture,), lambda case, on, *args: on.run(case, *args, timeout=timeout))
 
 
 def raises_on_ranks(ranks: int, match: str) -> Callable[[Case], Case]:

@@ -74,7 +74,8 @@ def test_numbers_are_those_of_the_whole(alone: Ranks, sizes: list[Ranks]) -> Non
                 assert found[key] == (pytest.approx(value, rel=1e-5) if type(value) is float else value), key
 
 
-def drawn(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_values_are_drawn_as_on_one_device(rank: int, world_size: int) -> Any:
     model = build(world_size)
     weight: Any = model.blocks[0].up.weight
     torch.manual_seed(3)
@@ -96,10 +97,6 @@ def drawn(rank: int, world_size: int) -> Any:
     model.blocks[1].up.reset_parameters()
     found["state"] = torch.get_rng_state()
     return found, dict(model.named_parameters())
-
-
-def test_values_are_drawn_as_on_one_device(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(drawn, alone, sizes)
 
 
 def apart(rank: int, world_size: int) -> Any:
@@ -279,7 +276,8 @@ def test_what_cannot_be_followed_names_the_remedy(ranks2: Ranks) -> None:
     ranks2.run(refused)
 
 
-def mixed(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_plain_tensors_of_other_shapes_are_refused_by_torch(rank: int, world_size: int) -> Any:
     """What the README says of arithmetic outside a pass."""
     model = build(world_size)
     weight: Any = model.blocks[0].up.weight
@@ -292,7 +290,3 @@ def mixed(rank: int, world_size: int) -> Any:
     for refused in (lambda: rows @ weight.T, lambda: weight * rows[0], lambda: nn.functional.linear(rows, weight)):
         with pytest.raises(RuntimeError, match=naming("mixed torch.Tensor and DTensor")):
             refused()
-
-
-def test_plain_tensors_of_other_shapes_are_refused_by_torch(ranks2: Ranks) -> None:
-    ranks2.run(mixed)

@@ -113,7 +113,8 @@ def test_ranks_take_rank_0s_values_of_what_is_added(ranks3: Ranks) -> None:
         assert ("last.weight", "added after shard()") in replicated
 
 
-def refused(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = Scalar()
     trueshard.shard(model)
@@ -152,10 +153,6 @@ def refused(rank: int, world_size: int) -> Any:
     embedded.eval()
     assert torch.equal(copy.deepcopy(embedded)(words).logits, embedded(words).logits)
     DistributedDataParallel(nn.Linear(2, 2))
-
-
-def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(ranks2: Ranks) -> None:
-    ranks2.run(refused)
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,168 +69,133 @@ def refused(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def holds(line: str, *parts: str) -> bool:
-    """Whether the line has all the parts."""
-    return lacking(line, *parts) == []
+#: What is set → what its refusal names; ROOT is the folder of the configuration.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "train.step=3": ("train.toml", "train.step;", "train.steps"),
+    "train.lr=0.1": ("train.lr;", "optimizer.lr"),
+    "trian.steps=3": ("trian;", ": train"),
+    "train.steps=ten": ("train.steps", '"ten"', "integer"),
+    "train.steps=0": ("train.steps", "0", "1"),
+    "train.seed=1.5": ("train.seed", "1.5", "integer"),
+    "shard.compile=1": ("shard.compile", "1", "boolean"),
+    "shard.reshard_after_forward=often": ("shard.reshard_after_forward", "often", "'always'"),
+    "schedule.decay=cosin": ("schedule.decay", "cosin", "'cosine'"),
+    "optimizer.betas=[0.9]": ("optimizer.betas", "at least 2"),
+    "train=3": ("--set train=3", "section.key=value"),
+    "model.config=x": ("model.config", "x does not exist"),
+    "tokenizer.path=x": ("tokenizer.path: x ",),
+    "train.steps.more=1": ("train.steps", "not a table"),
+    "model.architecture=lama": ("model.architecture", "'lama'", "llama"),
+    "model.architecture=vit model.fields={}": ("model.architecture", "'vit'", "language model"),
+    "model.fields.hiden_size=3": ("model.fields.hiden_size", "hidden_size"),
+    "model.fields.hidden_size=30": ("model.", "correct"),
+    "model.fields.max_position_embeddings=8": ("train.sequence_length", "16", "max_position_embeddings = 8"),
+    "data.path=ROOT/nowhere": ("data.path", "ROOT/nowhere", "does not exist"),
+    "run.dir=ROOT/train.toml/run": ("run.dir", "a file", "another folder"),
+    "run.dir=/proc/trueshard/run": ("run.dir", "/proc/trueshard/run", "another folder"),
+    "optimizer.class=torch.optim.AdamV": ("optimizer.class", "torch.optim.AdamV", "torch.optim.Adam"),
+    "optimizer.class=nowhere.AdamW": ("optimizer.class", "nowhere.AdamW", "cannot be imported"),
+    "optimizer.class=torch.nn.Linear": ("optimizer.class", "torch.nn.Linear", "torch.optim.Optimizer"),
+    "optimizer.arguments.bogus=1": ("[optimizer]", "AdamW", "bogus"),
+}
 
 
-def test_missing_configuration(refused: Refused, tmp_path: Path) -> None:
-    assert holds(refused(file=tmp_path / "nowhere.toml"), str(tmp_path / "nowhere.toml"), "path")
-
-
-def test_configuration_that_is_a_folder(refused: Refused, tmp_path: Path) -> None:
-    assert holds(refused(file=tmp_path), str(tmp_path), "TOML")
-
-
-def test_malformed_configuration(refused: Refused, config: Path) -> None:
-    config.write_text("[run\ndir = 3")
-    assert holds(refused(), str(config), "TOML", "line 1")
-
-
-def test_unknown_key_names_the_nearest(refused: Refused, config: Path) -> None:
-    assert holds(refused("--set", "train.step=3"), str(config), "train.step;", "train.steps")
-
-
-def test_unknown_key_of_another_section(refused: Refused) -> None:
-    assert holds(refused("--set", "train.lr=0.1"), "train.lr;", "optimizer.lr")
-
-
-def test_unknown_section(refused: Refused) -> None:
-    assert holds(refused("--set", "trian.steps=3"), "trian;", ": train")
-
-
-def test_missing_key(refused: Refused, config: Path) -> None:
-    config.write_text(config.read_text().replace("steps = 4\n", ""))
-    assert holds(refused(), "train.steps", "train.epochs", "none")
-    config.write_text(config.read_text().replace("[run]\ndir", "[run]\ntimeout = 1 #"))
-    assert holds(refused(), "run.dir", "missing")
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_wrong_setting_is_told_with_what_is_wanted(refused: Refused, tmp_path: Path, settings: str) -> None:
+    options = [word for setting in settings.split(" ") for word in ("--set", setting.replace("ROOT", str(tmp_path)))]
+    assert lacking(refused(*options), *(part.replace("ROOT", str(tmp_path)) for part in SETTINGS[settings])) == []
 
 
 @pytest.mark.parametrize(
-    ("setting", "parts"),
+    ("options", "parts"),
     [
-        ("train.steps=ten", ("train.steps", '"ten"', "integer")),
-        ("train.steps=0", ("train.steps", "0", "1")),
-        ("train.seed=1.5", ("train.seed", "1.5", "integer")),
-        ("shard.compile=1", ("shard.compile", "1", "boolean")),
-        ("shard.reshard_after_forward=often", ("shard.reshard_after_forward", "often", "'always'")),
-        ("schedule.decay=cosin", ("schedule.decay", "cosin", "'cosine'")),
-        ("optimizer.betas=[0.9]", ("optimizer.betas", "at least 2")),
-        ("train=3", ("--set train=3", "section.key=value")),
-        ("model.config=x", ("model.config", "x does not exist")),
-        ("tokenizer.path=x", ("tokenizer.path: x ",)),
+        *((f"--nproc {count}", (f"--nproc {count}", "1 to")) for count in (0, -1, 100000)),
+        ("--nproc two", ("--nproc",)),
+        ("--nproc 3", ("train.batch_size", "4", "3 ranks", "multiple of 3")),
     ],
 )
-def test_wrong_value_is_told_with_what_is_wanted(refused: Refused, setting: str, parts: tuple[str, ...]) -> None:
-    assert holds(refused("--set", setting), *parts)
+def test_wrong_numbers_of_processes(refused: Refused, options: str, parts: tuple[str, ...]) -> None:
+    assert lacking(refused(*options.split()), *parts) == []
 
 
-def test_override_of_a_value_as_if_it_were_a_table(refused: Refused) -> None:
-    assert holds(refused("--set", "train.steps.more=1"), "train.steps", "not a table")
+def test_nproc_under_another_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert lacking(refused("--nproc", "2"), "--nproc 2", "srun", "--nproc") == []
 
 
-def test_unknown_architecture_lists_near_matches(refused: Refused) -> None:
-    assert holds(refused("--set", "model.architecture=lama"), "model.architecture", "'lama'", "llama")
+@pytest.mark.parametrize(
+    ("file", "parts"), [("nowhere.toml", ("ROOT/nowhere.toml", "path")), ("", ("ROOT", "TOML"))], ids=str
+)
+def test_no_configuration(refused: Refused, tmp_path: Path, file: str, parts: tuple[str, ...]) -> None:
+    assert lacking(refused(file=tmp_path / file), *(part.replace("ROOT", str(tmp_path)) for part in parts)) == []
 
 
-def test_architecture_that_is_no_language_model(refused: Refused) -> None:
-    line = refused("--set", "model.architecture=vit", "--set", "model.fields={}")
-    assert holds(line, "model.architecture", "'vit'", "language model")
+VALID, NO_MODEL = CONFIG.index("[model]"), CONFIG.index("[tokenizer]")
+LLAMA = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
 
 
-def test_unknown_model_field(refused: Refused) -> None:
-    assert holds(refused("--set", "model.fields.hiden_size=3"), "model.fields.hiden_size", "model.fields.hidden_size")
+def model_from(key: str, path: str = "{root}") -> str:
+    """The configuration with its model from a directory."""
+    return f'{CONFIG[:VALID]}[model]\n{key} = "{path}"\n{CONFIG[NO_MODEL:]}'
 
 
-def test_model_fields_that_do_not_go_together(refused: Refused) -> None:
-    assert holds(refused("--set", "model.fields.hidden_size=30"), "model.", "correct")
+#: What is wrong → (the configuration, files that are written, what the refusal names).
+FILES: dict[str, tuple[str, dict[str, str | bytes], tuple[str, ...]]] = {
+    "malformed": ("[run\ndir = 3", {}, ("ROOT/train.toml", "TOML", "line 1")),
+    "no steps": (CONFIG.replace("steps = 4\n", ""), {}, ("train.steps", "train.epochs", "none")),
+    "no folder": (CONFIG.replace("[run]\ndir", "[run]\ntimeout = 1 #"), {}, ("run.dir", "missing")),
+    "no model there": (model_from("path", "{root}/text"), {}, ("model.path", "ROOT/text", "config.json")),
+    "no directory": (model_from("path", "{root}/nowhere"), {}, ("model.path", "ROOT/nowhere", "does not exist")),
+    "unknown architecture": (
+        model_from("config"),
+        {"config.json": '{"model_type": "gpt3"}'},
+        ("model.config", "ROOT/config.json", "'gpt3'", "gpt2"),
+    ),
+    "no weights": (
+        model_from("path"),
+        {"config.json": '{"model_type": "gpt2"}'},
+        ("model.path", "ROOT", "no weights", "model.config"),
+    ),
+    "no JSON": (model_from("config"), {"config.json": "{"}, ("model.config", "ROOT/config.json", "transformers")),
+    "small vocabulary": (
+        model_from("config"),
+        {"config.json": json.dumps({"model_type": "llama"} | LLAMA)},
+        ("model.config", "99", "300"),
+    ),
+    "no tokenizer": (
+        model_from("config").replace("[tokenizer]\nvocab_size = 300\n", ""),
+        {"config.json": '{"model_type": "gpt2"}'},
+        ("model.config", "ROOT", "no tokenizer", "tokenizer.path"),
+    ),
+    "wrong tokenizer": (
+        CONFIG.replace("vocab_size = 300", 'path = "{root}/tokenizer.json"'),
+        {"tokenizer.json": "{}"},
+        ("tokenizer.path", "ROOT/tokenizer.json"),
+    ),
+    "no text": (
+        CONFIG.replace("/text", "/texts"),
+        {"texts/a.unknown": "To shard"},
+        ("data.path", "ROOT/texts", "no file", "data.include"),
+    ),
+    "empty text": (CONFIG, {"text/a.txt": ""}, ("data.path", "ROOT/text", "only empty files")),
+    "short text": (
+        CONFIG,
+        {"text/a.txt": "short"},
+        ("data.path", "ROOT/text", "tokens", "train.sequence_length"),
+    ),
+    "not UTF-8": (CONFIG, {"text/b.txt": b"caf\xe9"}, ("ROOT/text/b.txt", "UTF-8", "byte 3", "data.include")),
+}
 
 
-def model_config(config: Path, key: str, directory: Path) -> None:
-    """Let the configuration take its model from a directory."""
-    text = re.sub(
-        r"\[model\].*?\[tokenizer\]", f'[model]\n{key} = "{directory}"\n[tokenizer]', config.read_text(), flags=re.S
-    )
-    config.write_text(text)
-
-
-def test_directory_that_is_not_a_model(refused: Refused, config: Path, tmp_path: Path) -> None:
-    model_config(config, "path", tmp_path / "text")
-    assert holds(refused(), "model.path", str(tmp_path / "text"), "config.json")
-
-
-def test_model_directory_that_does_not_exist(refused: Refused, config: Path, tmp_path: Path) -> None:
-    model_config(config, "path", tmp_path / "nowhere")
-    assert holds(refused(), "model.path", str(tmp_path / "nowhere"), "does not exist")
-
-
-def test_model_directory_of_an_unknown_architecture(refused: Refused, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
-    model_config(config, "config", tmp_path)
-    assert holds(refused(), "model.config", str(tmp_path / "config.json"), "'gpt3'", "gpt2")
-
-
-def test_model_directory_without_weights(refused: Refused, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    model_config(config, "path", tmp_path)
-    assert holds(refused(), "model.path", str(tmp_path), "no weights", "model.config")
-
-
-def test_model_configuration_that_is_not_json(refused: Refused, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    model_config(config, "config", tmp_path)
-    assert holds(refused(), "model.config", str(tmp_path / "config.json"), "transformers")
-
-
-def test_model_vocabulary_smaller_than_the_tokenizer(refused: Refused, config: Path, tmp_path: Path) -> None:
-    settings = {"model_type": "llama", "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 4, "intermediate_size": 32}))
-    model_config(config, "config", tmp_path)
-    assert holds(refused(), "model.config", "99", "300")
-
-
-def test_sequence_longer_than_the_model_can_read(refused: Refused) -> None:
-    line = refused("--set", "model.fields.max_position_embeddings=8")
-    assert holds(line, "train.sequence_length", "16", "max_position_embeddings = 8")
-
-
-def test_model_directory_without_a_tokenizer(refused: Refused, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    model_config(config, "config", tmp_path)
-    config.write_text(config.read_text().replace("[tokenizer]\nvocab_size = 300\n", ""))
-    assert holds(refused(), "model.config", str(tmp_path), "no tokenizer", "tokenizer.path")
-
-
-def test_tokenizer_that_cannot_be_read(refused: Refused, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    config.write_text(config.read_text().replace("vocab_size = 300", f'path = "{tmp_path}/tokenizer.json"'))
-    assert holds(refused(), "tokenizer.path", str(tmp_path / "tokenizer.json"))
-
-
-def test_missing_text(refused: Refused, tmp_path: Path) -> None:
-    assert holds(
-        refused("--set", f"data.path={tmp_path}/nowhere"), "data.path", f"{tmp_path}/nowhere", "does not exist"
-    )
-
-
-def test_empty_text_folder(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "text" / "a.txt").rename(tmp_path / "text" / "a.unknown")
-    assert holds(refused(), "data.path", str(tmp_path / "text"), "no file", "data.include")
-
-
-def test_text_folder_with_empty_files(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "text" / "a.txt").write_text("")
-    assert holds(refused(), "data.path", str(tmp_path / "text"), "only empty files")
-
-
-def test_text_shorter_than_one_sequence(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "text" / "a.txt").write_text("short")
-    assert holds(refused(), "data.path", str(tmp_path / "text"), "tokens", "train.sequence_length")
-
-
-def test_text_that_is_not_utf8(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "text" / "b.txt").write_bytes(b"caf\xe9")
-    assert holds(refused(), str(tmp_path / "text" / "b.txt"), "UTF-8", "byte 3", "data.include")
+@pytest.mark.parametrize("wrong", FILES)
+def test_wrong_files_are_named(refused: Refused, config: Path, tmp_path: Path, wrong: str) -> None:
+    text, files, parts = FILES[wrong]
+    config.write_text(text.replace("{root}", str(tmp_path)))
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert lacking(refused(), *(part.replace("ROOT", str(tmp_path)) for part in parts)) == []
 
 
 @pytest.mark.parametrize(
@@ -241,50 +205,7 @@ def test_text_that_is_not_utf8(refused: Refused, tmp_path: Path) -> None:
 def test_malformed_jsonl_names_file_and_line(refused: Refused, tmp_path: Path, line: str, problem: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"text": "fine " * 100}) + "\n\n" + line + "\n")
-    assert holds(refused("--set", f"data.path={file}"), f"{file}, line 3", problem)
-
-
-@pytest.mark.parametrize("nproc", ["0", "-1", "100000"])
-def test_more_processes_than_the_machine_can_start(refused: Refused, nproc: str) -> None:
-    assert holds(refused("--nproc", nproc), f"--nproc {nproc}", "1 to")
-
-
-def test_nproc_that_is_no_number(refused: Refused) -> None:
-    assert holds(refused("--nproc", "two"), "--nproc")
-
-
-def test_nproc_under_another_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert holds(refused("--nproc", "2"), "--nproc 2", "srun", "--nproc")
-
-
-def test_batch_that_does_not_divide(refused: Refused) -> None:
-    assert holds(refused("--nproc", "3"), "train.batch_size", "4", "3 ranks", "multiple of 3")
-
-
-def test_run_folder_below_a_file(refused: Refused, tmp_path: Path) -> None:
-    assert holds(refused("--set", f"run.dir={tmp_path}/train.toml/run"), "run.dir", "a file", "another folder")
-
-
-def test_run_folder_that_cannot_be_written(refused: Refused) -> None:
-    assert holds(refused("--set", "run.dir=/proc/trueshard/run"), "run.dir", "/proc/trueshard/run", "another folder")
-
-
-@pytest.mark.parametrize(
-    ("setting", "parts"),
-    [
-        ("torch.optim.AdamV", ("optimizer.class", "torch.optim.AdamV", "torch.optim.Adam")),
-        ("nowhere.AdamW", ("optimizer.class", "nowhere.AdamW", "cannot be imported")),
-        ("torch.nn.Linear", ("optimizer.class", "torch.nn.Linear", "torch.optim.Optimizer")),
-    ],
-)
-def test_wrong_optimizer(refused: Refused, setting: str, parts: tuple[str, ...]) -> None:
-    assert holds(refused("--set", f"optimizer.class={setting}"), *parts)
-
-
-def test_optimizer_argument_it_does_not_have(refused: Refused) -> None:
-    assert holds(refused("--set", "optimizer.arguments.bogus=1"), "[optimizer]", "AdamW", "bogus")
+    assert lacking(refused("--set", f"data.path={file}"), f"{file}, line 3", problem) == []
 
 
 @pytest.mark.parametrize("arguments", [["tarin"], ["train"], ["train", "x.toml", "--bogus"]])

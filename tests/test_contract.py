@@ -127,7 +127,8 @@ class Distilled(nn.Module):
         return F.cross_entropy(self.student(input_ids).flatten(0, 1), wanted.flatten(0, 1))
 
 
-def distilled(rank: int, world_size: int, folder: str) -> Report:
+@as_on_one_device(2, atol=1e-05)
+def test_a_student_and_its_teacher_keep_their_ties(rank: int, world_size: int, tmp_path: Path) -> Report:
     report: Report = {}
     for shared, policy in itertools.product((False, True), ("always", "default")):
         torch.manual_seed(0)
@@ -139,7 +140,7 @@ def distilled(rank: int, world_size: int, folder: str) -> Report:
         for seed in range(3):
             model(ids(seed, rank, world_size)).backward()
             take_step(optimizer)
-        path = Path(folder, f"{world_size} {shared} {policy}")
+        path = Path(tmp_path, f"{world_size} {shared} {policy}")
         trueshard.save(path, model=model)
         trueshard.load(path, model=again)
         for each in (model, again):
@@ -150,10 +151,6 @@ def distilled(rank: int, world_size: int, folder: str) -> Report:
         assert_same(parameters(again), parameters(model))
         report[f"{shared} {policy}"] = parameters(model)
     return report
-
-
-def test_a_student_and_its_teacher_keep_their_ties(alone: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
-    same(distilled, alone, [ranks2], str(tmp_path), atol=1e-5)
 
 
 # 5. Dtypes
@@ -204,7 +201,8 @@ def bits(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(torch.uint8)
 
 
-def packed(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_bytes_that_a_dtype_reads_as_no_number_keep_every_bit(rank: int, world_size: int, tmp_path: Path) -> None:
     for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8"):
         dtype = getattr(torch, name)
         for precision in (None, "bf16") if name in ("bfloat16", "uint8", "int8") else (None,):
@@ -212,7 +210,7 @@ def packed(rank: int, world_size: int, folder: str) -> None:
             expected = bits(Packed(dtype).packed)
             trueshard.shard(model, units="Packed", mixed_precision=precision)
             model(torch.ones(2, 8)).float().sum().backward()
-            path = Path(folder, f"{name} {precision}")
+            path = Path(tmp_path, f"{name} {precision}")
             trueshard.save(path, model=model)
             with torch.no_grad():
                 bits(model[0].packed).zero_()
@@ -226,10 +224,6 @@ def packed(rank: int, world_size: int, folder: str) -> None:
             with torch.no_grad():
                 model(torch.ones(2, 8))
             assert torch.equal(bits(model[0].seen), expected)
-
-
-def test_bytes_that_a_dtype_reads_as_no_number_keep_every_bit(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(packed, str(tmp_path))
 
 
 class Rotated(nn.Module):
@@ -352,7 +346,8 @@ def test_two_trainable_dtypes_in_one_module_work(rank: int, world_size: int) -> 
 # 6. Attachments
 
 
-def attachments(rank: int, world_size: int) -> Report:
+@as_on_one_device(atol=1e-05)
+def test_attributes_and_hooks_survive(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     model = Scalar()
     seen: list[tuple[str, tuple[int, ...]]] = []
@@ -387,10 +382,6 @@ def attachments(rank: int, world_size: int) -> Report:
     assert ("after", (8,)) in seen
     assert ("backward", ()) in seen
     return parameters(model)
-
-
-def test_attributes_and_hooks_survive(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(attachments, alone, sizes, atol=1e-5)
 
 
 class WithMethods(Methods):

@@ -21,7 +21,6 @@ import trueshard
 from cases import as_on_one_device, on_ranks
 from gathering import whole
 from models.handmade import Scalar
-from parity import Ranks
 from stepping import EPS, shard_over, take_step
 
 WIDTH = 8
@@ -59,7 +58,8 @@ def test_copied_state_dicts_go_back_to_what_was(rank: int, world_size: int) -> d
     return {"parameters": dict(model.named_parameters()), "before": dict(before[0])}
 
 
-def pickled(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_state_dicts_gradients_and_single_parameters_are_pickled(rank: int, world_size: int) -> None:
     model, optimizer = build(world_size)
     loss_of(model, 0, rank, world_size).backward()
     optimizer.step()
@@ -74,10 +74,6 @@ def pickled(rank: int, world_size: int) -> None:
     file = io.BytesIO()
     torch.save(one, file)
     assert len(file.getvalue()) < one.to_local().nbytes + 4096  # not with what lies beside it in memory
-
-
-def test_state_dicts_gradients_and_single_parameters_are_pickled(ranks3: Ranks) -> None:
-    ranks3.run(pickled)
 
 
 @on_ranks(2)

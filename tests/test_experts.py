@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import trueshard
+from cases import on_ranks
 from gathering import whole
 from messages import naming
 from parity import Ranks, assert_same
@@ -439,7 +440,14 @@ def in_bf16(rank: int, world: int, experts: int) -> Any:
 # What is refused
 
 
-def refuses(rank: int, world: int) -> None:
+def mesh_of(world: int, **sizes: int) -> DeviceMesh:
+    shape = {"replicate": sizes.get("replicate", 1), "shard": 0, "tensor": sizes.get("tensor", 1)}
+    shape["shard"] = world // (shape["replicate"] * shape["tensor"])
+    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> None:
     def refused(model: nn.Module, *parts: Any, **how: Any) -> None:
         before = [(id(p), tuple(p.shape)) for p in model.parameters()]
         with pytest.raises(ValueError, match=naming(*parts)):
@@ -447,7 +455,7 @@ def refuses(rank: int, world: int) -> None:
         assert [(id(p), tuple(p.shape)) for p in model.parameters()] == before
 
     refused(build("mixtral"), "experts=3", 4, experts=3)
-    refused(build("mixtral"), "experts=4", 2, experts=4, mesh=mesh_of(world, replicate=2))
+    refused(build("mixtral"), "experts=4", 2, experts=4, mesh=mesh_of(world_size, replicate=2))
     refused(build("qwen3_moe"), "experts=4", 6, "model.layers.0.mlp.experts", experts=4)
     refused(build("mixtral", output_router_logits=True), "output_router_logits=False", experts=2)
     refused(nn.Sequential(nn.Linear(4, 4)), "experts=2", "Sequential", "stacked", experts=2)
@@ -460,7 +468,7 @@ def refuses(rank: int, world: int) -> None:
     refused(with_integers, "model.layers.1.mlp.experts.down_proj", "int8", experts=2)
     arrived = build("mixtral")
     arrived.lm_head.weight = nn.Parameter(
-        distribute_tensor(arrived.lm_head.weight, mesh_of(world)["shard"], [Shard(0)])
+        distribute_tensor(arrived.lm_head.weight, mesh_of(world_size)["shard"], [Shard(0)])
     )
     refused(arrived, "cut already", experts=2)
     plan = dataclasses.replace(trueshard.shard(build("mixtral")), experts=2)
@@ -471,17 +479,9 @@ def refuses(rank: int, world: int) -> None:
     refused(wrapped, "ParamWrapper", "target_modules", experts=2)
 
 
-def mesh_of(world: int, **sizes: int) -> DeviceMesh:
-    shape = {"replicate": sizes.get("replicate", 1), "shard": 0, "tensor": sizes.get("tensor", 1)}
-    shape["shard"] = world // (shape["replicate"] * shape["tensor"])
-    return init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def test_what_does_not_fit_is_refused_by_name(ranks4: Ranks) -> None:
-    ranks4.run(refuses)
-
-
-def fails_midway(rank: int, world: int) -> None:
+@pytest.mark.rest
+@on_ranks(2)
+def test_a_failure_is_undone(rank: int, world_size: int) -> None:
     from trueshard.sharding import engine
 
     model = build("mixtral")
@@ -500,8 +500,3 @@ def fails_midway(rank: int, world: int) -> None:
     assert photograph(model, optimizer) == before
     trueshard.shard(model, optimizer, experts=2)
     loss_of(model, batch(0, 0)).backward()
-
-
-@pytest.mark.rest
-def test_a_failure_is_undone(ranks2: Ranks) -> None:
-    ranks2.run(fails_midway)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import trueshard
+from cases import on_ranks
 from gathering import whole
 from models.handmade import Stack, TiedLanguageModel
 from parity import Ranks
@@ -82,7 +83,8 @@ def test_names_under_each_wrapper_and_every_two(ranks2: Ranks) -> None:
     assert {"lora + recomputed block", "recomputed block + compiled block"} < set(checked)
 
 
-def words(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_adds_no_prefix(rank: int, world_size: int) -> None:
     for options in (
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
@@ -102,11 +104,8 @@ def words(rank: int, world_size: int) -> None:
         assert [n for n, _ in model.named_buffers()] == buffers
 
 
-def test_activation_checkpointing_adds_no_prefix(ranks2: Ranks) -> None:
-    ranks2.run(words)
-
-
-def load_clean_keys(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_dict_moves_between_compiled_and_plain_models(rank: int, world_size: int) -> None:
     """A compiled model takes and gives the keys of a model that never was compiled."""
     torch.manual_seed(0)
     source = Stack(depth=2)
@@ -121,17 +120,10 @@ def load_clean_keys(rank: int, world_size: int) -> None:
         assert whole(mine).shape == theirs.shape
 
 
-def test_state_dict_moves_between_compiled_and_plain_models(ranks2: Ranks) -> None:
-    ranks2.run(load_clean_keys)
-
-
 @pytest.mark.rest
 @pytest.mark.compiles
-def test_inductor_compiles_the_blocks_in_place(ranks2: Ranks) -> None:
-    ranks2.run(compiled_blocks, timeout=280)
-
-
-def compiled_blocks(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=280)
+def test_inductor_compiles_the_blocks_in_place(rank: int, world_size: int) -> None:
     """Without vector instructions: to find out which there are, inductor compiles a program for each."""
     from torch._inductor import config
 

@@ -128,7 +128,8 @@ def test_it_costs_one_small_all_reduce(rank: int, world_size: int) -> int:
     return len(norms)
 
 
-def gathered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_it_measures_what_is_stepped_also_while_parameters_are_gathered(rank: int, world_size: int) -> None:
     """Between a forward and its backward the modules hold gathered parameters."""
     torch.manual_seed(0)
     model = Stack()
@@ -140,10 +141,6 @@ def gathered(rank: int, world_size: int) -> None:
         optimizer.step()
     assert all(each.gradient and each.update for each in norms.values())
     del loss
-
-
-def test_it_measures_what_is_stepped_also_while_parameters_are_gathered(ranks2: Ranks) -> None:
-    ranks2.run(gathered)
 
 
 def test_reading_too_early_and_wrong_names_are_errors() -> None:

@@ -26,7 +26,7 @@ from models import CASES
 from models.handmade import Block, Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from resting import all_but
-from stepping import same, shard_over, take_step
+from stepping import shard_over, take_step
 from training import train
 from trueshard import _torch
 from trueshard.distributed import device_of
@@ -398,7 +398,8 @@ def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
     assert "destroy_process_group" not in done.stderr
 
 
-def meta(rank: int, world_size: int) -> Report:
+@as_on_one_device(2, atol=1e-05)
+def test_a_model_on_the_meta_device_is_filled_later(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     source = Stack()
     with torch.device("meta"):
@@ -418,10 +419,6 @@ def meta(rank: int, world_size: int) -> Report:
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
         take_step(optimizer)
     return parameters(model)
-
-
-def test_a_model_on_the_meta_device_is_filled_later(alone: Ranks, ranks2: Ranks) -> None:
-    same(meta, alone, [ranks2], atol=1e-5)
 
 
 @on_ranks(3)

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import GPT2LMHeadModel
 
 import trueshard
+from cases import on_ranks
 from checkpointing import scribble
 from gathering import whole
 from messages import naming
@@ -228,7 +229,8 @@ def accumulated(rank: int, world_size: int, recompute: str = "none") -> Report:
     return {whole_name(number)(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def without_a_schedule(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tie_that_no_schedule_added_up_is_not_stepped(rank: int, world_size: int) -> None:
     model = staged(grid(2, world_size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(rows(0)[0]).sum().backward()
@@ -238,10 +240,6 @@ def without_a_schedule(rank: int, world_size: int) -> None:
     assert torch.equal(model[0].inner.weight.full_tensor(), before)
     optimizer.zero_grad()
     optimizer.step()
-
-
-def test_a_tie_that_no_schedule_added_up_is_not_stepped(ranks2: Ranks) -> None:
-    ranks2.run(without_a_schedule)
 
 
 @pytest.mark.parametrize("recompute", all_but(["none"], ["none", "full", "selective"]))
@@ -300,7 +298,8 @@ def test_the_norm_is_that_of_all_stages(alone: Ranks, ranks3: Ranks) -> None:
         assert_same(each, expected, rtol=5e-3)  # of bfloat16, to which torch rounds the norm of each gradient
 
 
-def refused_ties(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_tied_is_refused_on_every_rank(rank: int, world_size: int) -> None:
     mesh = grid(2, world_size)
     model, stages = staged(mesh, tie=False), mesh["stage"]
     weight, bias = model[rank].inner.weight, model[0].inner.bias
@@ -319,10 +318,6 @@ def refused_ties(rank: int, world_size: int) -> None:
     assert_same(weight.full_tensor(), layers()[0].inner.weight)
     with pytest.raises(ValueError, match=naming("'weight'", "already")):
         trueshard.tie_over(stages, {"weight": weight})
-
-
-def test_what_cannot_be_tied_is_refused_on_every_rank(ranks2: Ranks) -> None:
-    ranks2.run(refused_ties)
 
 
 def refused_checkpoints(rank: int, world_size: int, folder: str) -> None:

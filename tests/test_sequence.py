@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import trueshard
+from cases import raises_on_ranks
 from messages import naming
 from parity import Ranks
 from resting import all_but
@@ -506,13 +507,10 @@ class Short(Model):
         return self.head(x if ids.shape[1] > 99 else self.norm(x))
 
 
-def another_way(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, naming("Short", "norm", "sequence"))
+def test_a_pass_that_goes_another_way_than_was_tried_is_refused(rank: int, world_size: int) -> None:
     model = Short()
     assert last_norm(Index(model).modules, ["blocks.0", "blocks.1"]) == "norm"
     trueshard.shard(model, tensor={"ranks": world_size, "sequence": True, **STYLES})
     assert model(torch.zeros(1, 12, dtype=torch.int64)).shape == (1, 12, 13)
     model(torch.zeros(1, 120, dtype=torch.int64))
-
-
-def test_a_pass_that_goes_another_way_than_was_tried_is_refused(ranks2: Ranks) -> None:
-    ranks2.raises(another_way, match=naming("Short", "norm", "sequence"))

@@ -91,7 +91,8 @@ def test_one_rank(alone: Ranks) -> None:
     assert_same(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def capturable(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_capturable_is_what_it_is_on_one_process(rank: int, world_size: int) -> Any:
     """On the CPU torch refuses it inside the step, which is then as if it had not been called."""
     model = build()
     optimizer = adamw(model, capturable=True)
@@ -110,11 +111,8 @@ def capturable(rank: int, world_size: int) -> Any:
     return words, parameters(model)
 
 
-def test_capturable_is_what_it_is_on_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(capturable, alone, sizes)
-
-
-def differentiable(rank: int, world_size: int) -> None:
+@raises_on_ranks(2, naming("ValueError: AdamW", "differentiable=True"))
+def test_differentiable_is_refused_in_words(rank: int, world_size: int) -> None:
     model = build()
     optimizer = adamw(model, differentiable=True)
     before = list(model.parameters())
@@ -122,10 +120,6 @@ def differentiable(rank: int, world_size: int) -> None:
         trueshard.shard(model, optimizer)
     finally:
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_differentiable_is_refused_in_words(ranks2: Ranks) -> None:
-    ranks2.raises(differentiable, match=naming("ValueError: AdamW", "differentiable=True"))
 
 
 # Closures, zero_grad, hooks
@@ -199,7 +193,8 @@ def test_zero_grad_both_ways(rank: int, world_size: int, to_none: bool) -> Any:
     return told(model, optimizer), grads
 
 
-def hooks(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_step_hooks_see_dtensors_each_once_and_in_order(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = adamw(model)
     seen: list[tuple[str, int]] = []
@@ -232,10 +227,6 @@ def hooks(rank: int, world_size: int) -> Any:
     for handle in handles:
         handle.remove()
     return seen, told(model, optimizer)
-
-
-def test_step_hooks_see_dtensors_each_once_and_in_order(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(hooks, alone, sizes)
 
 
 # Learning rates
@@ -469,7 +460,8 @@ def test_a_compiled_function_that_trains(alone: Ranks, ranks2: Ranks) -> None:
     same(compiled_whole, alone, [ranks2], "aot_eager")
 
 
-def two(rank: int, world_size: int) -> Any:
+@as_on_one_device()
+def test_two_optimizers_over_one_model_and_attributes_on_parameters(rank: int, world_size: int) -> Any:
     """Two optimizers over one model; each steps twice in a row; the rate of one parameter is the user's attribute."""
     model = build()
     model.first.weight.rate = 0.5
@@ -484,10 +476,6 @@ def two(rank: int, world_size: int) -> Any:
             model.first.weight.rate, model.first.bias.rate = 0.25, 3.0
         model.zero_grad()
     return told(model, *optimizers)
-
-
-def test_two_optimizers_over_one_model_and_attributes_on_parameters(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(two, alone, sizes)
 
 
 @on_ranks(2)

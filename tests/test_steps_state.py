@@ -214,7 +214,8 @@ def test_a_copy_of_model_and_optimizer_goes_on(rank: int, world_size: int) -> An
     return found
 
 
-def pickled(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_a_pickled_state_dict_loads_where_it_was_made(rank: int, world_size: int) -> Any:
     model = build()
     optimizer = adamw(model)
     shard_over(world_size, model, optimizer)
@@ -224,10 +225,6 @@ def pickled(rank: int, world_size: int) -> Any:
     optimizer.load_state_dict(state)
     train(model, optimizer, rank, world_size, [4])
     return told(model, optimizer)
-
-
-def test_a_pickled_state_dict_loads_where_it_was_made(alone: Ranks, ranks2: Ranks) -> None:
-    same(pickled, alone, [ranks2])
 
 
 @as_on_one_device(2)
@@ -293,7 +290,8 @@ def test_training_goes_on_at_another_world_size(
             assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def meta(rank: int, world_size: int) -> Any:
+@as_on_one_device(2)
+def test_a_model_from_the_meta_device(rank: int, world_size: int) -> Any:
     """Optimizers made before a model of the meta device is sharded and filled."""
     source = build()
     found = {}
@@ -310,7 +308,3 @@ def meta(rank: int, world_size: int) -> Any:
         train(model, optimizer, rank, world_size)
         found[name] = parameters(model)
     return found
-
-
-def test_a_model_from_the_meta_device(alone: Ranks, ranks2: Ranks) -> None:
-    same(meta, alone, [ranks2])

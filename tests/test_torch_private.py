@@ -239,27 +239,64 @@ def test_scaling(rank: int, world_size: int) -> None:
     undo()
 
 
-def averaging(rank: int, world_size: int) -> None:
-    """torch's averaging functions on lists of parameters and buffers."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+@on_ranks(2)
+def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None:
+    """A unit of which each rank uses another part: both parts get the mean over ranks, to which one rank gives zero."""
 
-    mesh = init_device_mesh("cpu", (world_size,))
-    for model in registry.models():  # of an earlier test in this process: its handlers stand in the table already
-        model.meshes.add(mesh)
-    undo = _torch.average_mixed_lists(is_any)
-    for function in (get_ema_multi_avg_fn(0.5), get_swa_multi_avg_fn()):
-        for mixed in (True, False):
-            old, new = ([DTensor.from_local(torch.full((2,), v), mesh, [Shard(0)])] for v in (0.0, 4.0))
-            if mixed:
-                old, new = [torch.zeros(3), *old, torch.zeros(2)], [torch.full((3,), 4.0), *new, torch.full((2,), 4.0)]
-            function(old, new, torch.tensor(1))
-            assert {value for each in old for value in _torch.local(each).tolist()} == {2.0}
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[rank](x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Parts())
+    _torch.reduce_unused(fully_shard(model[1]))
+    fully_shard(model)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(torch.ones(2, 4)).sum().backward()
+    grads = [part.bias.grad.full_tensor().tolist() for part in model[1].parts]
+    assert grads == [[2.0], [2.0] * 3]
+
+
+@on_ranks(2)
+def test_what_the_oldest_torch_lacks(rank: int, world_size: int) -> None:
+    """What torch 2.11 lacks: frozen integers, a rule for ``!=``, a backward that dynamo leaves alone; and jvp."""
+    undo = _torch.together(_torch.complete_units(), _torch.compare_tensors(is_any))
+    model = Stack()
+    model.register_parameter("bytes", nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    _torch.keep_dynamo_out(_torch.fsdp_modules(model))
+    seen: list[torch.dtype] = []
+    model.first.register_forward_hook(lambda *_: seen.append(model.bytes.dtype))
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
+        value, derivative = forward_ad.unpack_dual(model(x))
+    (value.sum() + derivative.sum()).backward()
+    assert model.bytes.full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
+    assert seen == [torch.uint8]
+    weight: Any = model.first.weight.detach()
+    assert weight.grad is None
+    assert (weight != weight.neg()).full_tensor().all()
     undo()
 
 
-def numbers(rank: int, world_size: int) -> None:
+def test_transforms_are_known() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.refuses_transforms())
+        return x * 2
+
+    function(torch.ones(1))
+    torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
+    assert seen == [False, not _torch.TAKES_TRANSFORMS]
+
+
+@on_ranks(2)
+def test_numbers(rank: int, world_size: int) -> None:
     """Numbers read from DTensors, and random ones drawn into them; the store of the default group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
@@ -334,67 +371,24 @@ def numbers(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None:
-    """A unit of which each rank uses another part: both parts get the mean over ranks, to which one rank gives zero."""
+def test_averaging(rank: int, world_size: int) -> None:
+    """torch's averaging functions on lists of parameters and buffers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts[rank](x)
-
-    model = nn.Sequential(nn.Linear(4, 4), Parts())
-    _torch.reduce_unused(fully_shard(model[1]))
-    fully_shard(model)
-    for last in (False, True):
-        model.set_requires_gradient_sync(last)
-        model(torch.ones(2, 4)).sum().backward()
-    grads = [part.bias.grad.full_tensor().tolist() for part in model[1].parts]
-    assert grads == [[2.0], [2.0] * 3]
-
-
-@on_ranks(2)
-def test_what_the_oldest_torch_lacks(rank: int, world_size: int) -> None:
-    """What torch 2.11 lacks: frozen integers, a rule for ``!=``, a backward that dynamo leaves alone; and jvp."""
-    undo = _torch.together(_torch.complete_units(), _torch.compare_tensors(is_any))
-    model = Stack()
-    model.register_parameter("bytes", nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    _torch.keep_dynamo_out(_torch.fsdp_modules(model))
-    seen: list[torch.dtype] = []
-    model.first.register_forward_hook(lambda *_: seen.append(model.bytes.dtype))
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
-        value, derivative = forward_ad.unpack_dual(model(x))
-    (value.sum() + derivative.sum()).backward()
-    assert model.bytes.full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
-    assert seen == [torch.uint8]
-    weight: Any = model.first.weight.detach()
-    assert weight.grad is None
-    assert (weight != weight.neg()).full_tensor().all()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for model in registry.models():  # of an earlier test in this process: its handlers stand in the table already
+        model.meshes.add(mesh)
+    undo = _torch.average_mixed_lists(is_any)
+    for function in (get_ema_multi_avg_fn(0.5), get_swa_multi_avg_fn()):
+        for mixed in (True, False):
+            old, new = ([DTensor.from_local(torch.full((2,), v), mesh, [Shard(0)])] for v in (0.0, 4.0))
+            if mixed:
+                old, new = [torch.zeros(3), *old, torch.zeros(2)], [torch.full((3,), 4.0), *new, torch.full((2,), 4.0)]
+            function(old, new, torch.tensor(1))
+            assert {value for each in old for value in _torch.local(each).tolist()} == {2.0}
     undo()
-
-
-def test_transforms_are_known() -> None:
-    seen: list[bool] = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.refuses_transforms())
-        return x * 2
-
-    function(torch.ones(1))
-    torch.func.jvp(function, (torch.ones(1),), (torch.ones(1),))
-    assert seen == [False, not _torch.TAKES_TRANSFORMS]
-
-
-def test_numbers(ranks2: Ranks) -> None:
-    ranks2.run(numbers)
-
-
-def test_averaging(ranks2: Ranks) -> None:
-    ranks2.run(averaging)
 
 
 def _fail(*_: Any) -> None:

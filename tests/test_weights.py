@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trueshard
+from cases import on_ranks
 from messages import naming
 from models import CASES, rows
 from parity import Ranks, assert_same
@@ -111,7 +112,14 @@ def test_names_of_the_hub_are_those_that_transformers_writes(ranks2: Ranks, tmp_
         assert_same(in_order(found), tensors_in(tmp_path / name))
 
 
-def through(rank: int, world_size: int) -> None:
+def spoil(model: nn.Module) -> None:
+    for _, tensors in trueshard.weights(model):
+        tensors[0].zero_()
+        raise ArithmeticError
+
+
+@on_ranks(2)
+def test_each_unit_is_gathered_once_and_freed(rank: int, world_size: int) -> None:
     """One collective a unit, none for a unit that is skipped, and a unit that is left early is freed."""
     model = trained("lora", rank, world_size)
     units = [unit.name for unit in sharded(model).plan.units if unit.parameters]
@@ -137,16 +145,6 @@ def through(rank: int, world_size: int) -> None:
     assert all(torch.equal(p.to_local(), before[name]) for name, p in model.named_parameters())  # type: ignore[attr-defined]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, expected)
-
-
-def spoil(model: nn.Module) -> None:
-    for _, tensors in trueshard.weights(model):
-        tensors[0].zero_()
-        raise ArithmeticError
-
-
-def test_each_unit_is_gathered_once_and_freed(ranks2: Ranks) -> None:
-    ranks2.run(through)
 
 
 def in_bf16(rank: int, world_size: int) -> None:
@@ -184,10 +182,7 @@ def refused(rank: int, world_size: int) -> None:
     assert len(every_weight(quantised, adapters="alone")) == 4
 
 
-def together(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_merging_is_in_float32_and_what_cannot_be_given_is_named(rank: int, world_size: int) -> None:
     in_bf16(rank, world_size)
     refused(rank, world_size)
-
-
-def test_merging_is_in_float32_and_what_cannot_be_given_is_named(ranks2: Ranks) -> None:
-    ranks2.run(together)
