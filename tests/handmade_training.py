@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gathering import whole
+from stepping import take_step
 
 Report = dict[str, Any]
 Case = Callable[[int, int], Any]
@@ -24,3 +25,9 @@ def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
 
 def parameters(model: nn.Module) -> Report:
     return whole(dict(model.named_parameters()))
+
+
+def take_steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: int, steps: int = 3) -> None:
+    for seed in range(steps):
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
+        take_step(optimizer)

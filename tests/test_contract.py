@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import trueshard
 from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
-from handmade_training import Case, Report, batch, ids, parameters
+from handmade_training import Case, Report, batch, ids, parameters, take_steps
 from messages import naming
 from models import LAZY
 from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
@@ -303,9 +303,7 @@ def quantized(rank: int, world_size: int, compute: str | None) -> Report:
     model = nn.Sequential(Quantized(8, 9), Quantized(9, 8))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     shard_over(world_size, model, optimizer, units="Quantized", mixed_precision=compute)
-    for seed in range(3):
-        model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+    take_steps(model, optimizer, rank, world_size)
     assert not model[0].codes.requires_grad
     return parameters(model)
 
@@ -337,9 +335,7 @@ def test_two_trainable_dtypes_in_one_module_work(rank: int, world_size: int) -> 
     if world_size > 1:
         plan = trueshard.shard(model, optimizer)
         assert [each.name for each in plan.replicated] == ["1.bias", "2.bias"]
-    for seed in range(3):
-        model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+    take_steps(model, optimizer, rank, world_size)
     return parameters(model)
 
 
@@ -465,9 +461,7 @@ def test_a_deep_copy_trains_by_itself(rank: int, world_size: int) -> Report:
     assert type(twin).forward is type(model).forward
     assert twin.blocks[0].up.weight is twin.blocks[2].up.weight
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for seed in range(3):
-        twin(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+    take_steps(twin, optimizer, rank, world_size)
     assert_same(parameters(model), untouched)
     return parameters(twin)
 
@@ -650,9 +644,7 @@ def test_training_goes_on_from_rank_0_and_says_so(rank: int, world_size: int) ->
             f"{len(list(first.parameters()))} tensors",
         ]
         assert "'first.weight'" in said[0]
-    for seed in range(2):
-        model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+    take_steps(model, optimizer, rank, world_size, 2)
     return parameters(model) | whole(dict(model.named_buffers()))
 
 

@@ -19,7 +19,7 @@ import forks
 import trueshard
 from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import whole
-from handmade_training import Report, batch, ids, parameters
+from handmade_training import Report, batch, ids, parameters, take_steps
 from messages import naming
 from meter import gloo_lets_go, meter, peak_and_rest
 from models import CASES
@@ -415,9 +415,7 @@ def test_a_model_on_the_meta_device_is_filled_later(rank: int, world_size: int) 
         model.to_empty(device="cpu")
         model.load_state_dict(source.state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for seed in range(2):
-        model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+    take_steps(model, optimizer, rank, world_size, 2)
     return parameters(model)
 
 
@@ -461,9 +459,7 @@ def saved(rank: int, world_size: int, folder: str) -> Report:
     trueshard.shard(model, optimizer)
     steps = range(2, 4)
     if world_size == 3:
-        for seed in range(2):
-            model(batch(seed, rank, world_size)).pow(2).mean().backward()
-            take_step(optimizer)
+        take_steps(model, optimizer, rank, world_size, 2)
         trueshard.save(os.path.join(folder, "two"), model=model, optimizer=optimizer, extra={"step": 2, "rng": [1.5]})
     else:
         found = trueshard.load(os.path.join(folder, "two"), model=model, optimizer=optimizer)

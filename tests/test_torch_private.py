@@ -225,9 +225,6 @@ def test_units(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_scaling(rank: int, world_size: int) -> None:
     """A gradient scaler's operator on a list that a replicated gradient leads: torch's own handler loses the inf."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
     mesh = init_device_mesh("cpu", (world_size,))
     undo = _torch.find_every_inf(is_any)
     shard = torch.full((2,), torch.inf if rank == 1 else 1.0)
@@ -298,9 +295,6 @@ def test_transforms_are_known() -> None:
 @on_ranks(2)
 def test_numbers(rank: int, world_size: int) -> None:
     """Numbers read from DTensors, and random ones drawn into them; the store of the default group."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
     mesh, read = init_device_mesh("cpu", (world_size,)), []
     pairs = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     _torch.limit_alike(pairs)
@@ -373,8 +367,6 @@ def test_numbers(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_averaging(rank: int, world_size: int) -> None:
     """torch's averaging functions on lists of parameters and buffers."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
     from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
     mesh = init_device_mesh("cpu", (world_size,))
@@ -395,51 +387,38 @@ def _fail(*_: Any) -> None:
     raise ValueError
 
 
-def ring(rank: int, world_size: int) -> None:
-    """Attention around a ring, and its gradients, are those of whole sequences; the options of torch stay."""
+@on_ranks(2)
+def test_attention_goes_around_a_ring(rank: int, world_size: int) -> None:
+    """It has the values and gradients of whole sequences, of which ranks have a part each or, balanced, rank r of n the
+    parts r and 2·n - 1 - r of 2·n; the options of torch stay."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 
     before = dict(vars(_cp_options))
-    for dtype, close in ((torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)):
+    for dtype, close, scale, balanced in (
+        (torch.float64, 1e-14, 0.3, False),
+        (torch.float32, 2e-6, 0.3, False),
+        (torch.bfloat16, 3e-2, 0.3, False),
+        (torch.float64, 1e-14, None, True),
+    ):
         generator = torch.Generator().manual_seed(0)
-        whole = [torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
-        query, key, value = (each.clone().requires_grad_() for each in whole[:3])
-        expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
-        expected.backward(whole[3])
-        parts = [each.chunk(world_size, 2)[rank].contiguous() for each in whole]
-        mine = [each.requires_grad_() for each in parts[:3]]
-        made = _torch.ring_attention(*mine, torch.distributed.group.WORLD, 0.3)
-        made.backward(parts[3])
-        pairs = [(made, expected)] + [(a.grad, b.grad) for a, b in zip(mine, (query, key, value), strict=True)]
-        for found, of_whole in pairs:
-            assert found.dtype == dtype
-            torch.testing.assert_close(found, of_whole.chunk(world_size, 2)[rank], rtol=close, atol=close)
+        full = [torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+        query, key, value = (tensor.clone().requires_grad_() for tensor in full[:3])
+        expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        expected.backward(full[3])
+        numbers = (rank, 2 * world_size - 1 - rank) if balanced else (2 * rank, 2 * rank + 1)
+        local = [torch.cat([tensor.chunk(2 * world_size, 2)[n] for n in numbers], 2) for tensor in full]
+        inputs = [tensor.requires_grad_() for tensor in local[:3]]
+        made = _torch.ring_attention(*inputs, torch.distributed.group.WORLD, scale, balanced=balanced)
+        made.backward(local[3])
+        pairs = [(made, expected)] + [(a.grad, b.grad) for a, b in zip(inputs, (query, key, value), strict=True)]
+        for actual, whole in pairs:
+            parts = torch.cat([whole.chunk(2 * world_size, 2)[n] for n in numbers], 2)
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual, parts, rtol=close, atol=close)
     assert vars(_cp_options) == before
 
 
-def balanced_ring(rank: int, world_size: int) -> None:
-    """Likewise where rank r of n has the parts r and 2·n - 1 - r of 2·n."""
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
-    query, key, value = (each.clone().requires_grad_() for each in whole[:3])
-    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    expected.backward(whole[3])
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.detach().chunk(2 * world_size, 2)
-        return torch.cat([parts[rank], parts[2 * world_size - 1 - rank]], 2)
-
-    mine = [own(each).requires_grad_() for each in whole[:3]]
-    made = _torch.ring_attention(*mine, torch.distributed.group.WORLD, balanced=True)
-    made.backward(own(whole[3]))
-    pairs = [(made, expected)] + [(a.grad, b.grad) for a, b in zip(mine, (query, key, value), strict=True)]
-    for found, of_whole in pairs:
-        torch.testing.assert_close(found, own(of_whole), rtol=1e-14, atol=1e-14)
-
-
-def test_attention_goes_around_a_ring(ranks2: Ranks) -> None:
-    ranks2.run(ring)
-    ranks2.run(balanced_ring)
+def test_ring_attention_is_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="no ring attention for meta"):
         _torch.ring_attention(*(torch.empty(1, 1, 2, 2, device="meta") for _ in range(3)), None)
 

@@ -46,36 +46,14 @@ class Axis:
 
 AXES = (
     # Ranks that run some of the blocks each.
-    Axis(
-        name="pipeline",
-        is_option=False,
-        place="stages",
-        gradients="apart",
-        same_samples=True,
-    ),
+    Axis(name="pipeline", is_option=False, place="stages", gradients="apart", same_samples=True),
     # Ranks that hold a copy of the model each, and those that hold a shard of each parameter.
     Axis(name="replicate", is_option=False, gradients="summed"),
     Axis(name="shard", is_option=False, gradients="sharded"),
     # Ranks that share each sequence, each matrix, and the experts of each layer.
-    Axis(
-        name="context",
-        gradients="sharded",
-        same_samples=True,
-        resolve="parallel.context:resolve",
-    ),
-    Axis(
-        name="tensor",
-        gradients="apart",
-        same_samples=True,
-        in_node=True,
-        resolve="parallel.tensor:resolve",
-    ),
-    Axis(
-        name="experts",
-        place="folded",
-        gradients="apart",
-        resolve="parallel.experts:resolve",
-    ),
+    Axis(name="context", gradients="sharded", same_samples=True, resolve="parallel.context:resolve"),
+    Axis(name="tensor", gradients="apart", same_samples=True, in_node=True, resolve="parallel.tensor:resolve"),
+    Axis(name="experts", place="folded", gradients="apart", resolve="parallel.experts:resolve"),
 )
 
 MESH = tuple(axis.name for axis in AXES if axis.place == "mesh")
