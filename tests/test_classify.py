@@ -34,18 +34,25 @@ class Made(torch.optim.Optimizer):
         self.update = update
         self.extra: Any = None
 
+    def prepare(self) -> None:
+        """Do what comes before the updates of a step."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.prepare()
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(group["lr"] * self.update(self, group, p.grad, self.state[p]))
         return loss
+
+    def gradients(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        return [(p, p.grad) for p in group["params"] if p.grad is not None]
 
 
 # Element-wise, or row by row
@@ -81,29 +88,21 @@ def norm(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
     return grad / (grad.norm() + 0.1)
 
 
-def columns(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    return grad / (grad.norm(dim=0) + 0.1) if grad.ndim == 2 else grad
-
-
-def if_large(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    """Factorised from a size on, as Adafactor's kin are."""
-    return norm(_, group, grad, state) if grad.ndim == 2 and min(grad.shape) >= 128 else grad
-
-
-def if_small(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    return norm(_, group, grad, state) if grad.numel() < 1000 else grad
-
-
-def by_numel(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    return grad / grad.numel() ** 0.5
-
-
-def by_rows_of_shape(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    return grad * max(1, grad.shape[0] / grad[:1].numel()) ** 0.5 if grad.ndim == 2 else grad
-
-
-def every_tenth(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
-    return norm(_, group, grad, state) if group["steps"] % 10 == 0 else grad
+#: Updates that look at more of a parameter than an element.
+WHOLE: dict[str, Update] = {
+    "norm": norm,
+    "columns": lambda _, group, grad, state: grad / (grad.norm(dim=0) + 0.1) if grad.ndim == 2 else grad,
+    # Factorised from a size on, as Adafactor's kin are.
+    "if large": lambda _, group, grad, state: (
+        norm(_, group, grad, state) if grad.ndim == 2 and min(grad.shape) >= 128 else grad
+    ),
+    "if small": lambda _, group, grad, state: norm(_, group, grad, state) if grad.numel() < 1000 else grad,
+    "by number of elements": lambda _, group, grad, state: grad / grad.numel() ** 0.5,
+    "by the shape's rows": lambda _, group, grad, state: (
+        grad * max(1, grad.shape[0] / grad[:1].numel()) ** 0.5 if grad.ndim == 2 else grad
+    ),
+    "every tenth step": lambda _, group, grad, state: norm(_, group, grad, state) if group["steps"] % 10 == 0 else grad,
+}
 
 
 def if_set(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
@@ -116,35 +115,29 @@ def if_set(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
 class Global(Made):
     """Clips by the norm over all parameters."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def prepare(self) -> None:
+        grads = [grad for group in self.param_groups for _, grad in self.gradients(group)]
         total = torch.stack([grad.norm() for grad in grads]).norm()
         for grad in grads:
             grad.mul_((self.param_groups[0]["limit"] / (total + 1e-6)).clamp(max=1))
-        return super().step(closure)
 
 
 class Largest(Made):
     """The rate of a group follows the largest gradient in it."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def prepare(self) -> None:
         for group in self.param_groups:
-            group["lr"] = 0.01 / max(p.grad.abs().max().item() for p in group["params"] if p.grad is not None)
-        return super().step(closure)
+            group["lr"] = 0.01 / max(grad.abs().max().item() for _, grad in self.gradients(group))
 
 
 class Estimate(Made):
     """Estimates a distance from all of a group, which it uses late."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def prepare(self) -> None:
         for group in self.param_groups:
-            dots = [(p * p.grad).sum().item() for p in group["params"] if p.grad is not None]
+            dots = [(p * grad).sum().item() for p, grad in self.gradients(group)]
             group["distance"] = group.get("distance", 0.0) + sum(dots)
             group["factor"] = 1.0 if group.get("steps", 0) < 50 else group["distance"]
-        return super().step(closure)
 
 
 def noisy(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
@@ -170,27 +163,23 @@ class NeedsClosure(Made):
 class NeedsGraph(Made):
     """Differentiates the gradients, as Sophia's and AdaHessian's estimates do."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    @torch.enable_grad()
+    def prepare(self) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    torch.autograd.grad((p.grad * p.grad).sum(), p)
-        return super().step(closure)
+            for p, grad in self.gradients(group):
+                torch.autograd.grad((grad * grad).sum(), p)
 
 
 class Holds(Made):
     """Steps a list of its own, beside its groups."""
 
     def __init__(self, params: Any, update: Update, **settings: Any) -> None:
-        params = list(params)
-        super().__init__(params, update, **settings)
-        self.own = params
+        self.own = list(params)
+        super().__init__(self.own, update, **settings)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for p in self.own:
-            if p.grad is not None:
-                p.sub_(self.param_groups[0]["lr"] * p.grad)
+    def prepare(self) -> None:
+        for p, grad in self.gradients({"params": self.own}):
+            p.sub_(self.param_groups[0]["lr"] * grad)
 
 
 class Keyed(Made):
@@ -201,12 +190,10 @@ class Keyed(Made):
         super().__init__(params, update, **settings)
         self.rate = {p: 1.0 + i for i, p in enumerate(params)}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def prepare(self) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.rate.get(p, 1.0) * p.grad)
+            for p, grad in self.gradients(group):
+                p.sub_(group["lr"] * self.rate.get(p, 1.0) * grad)
 
 
 class LookAhead(torch.optim.Optimizer):
@@ -266,13 +253,7 @@ FOUND: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "sign": ("on shards", lambda m: Made(m.parameters(), sign)),
     "rows": ("on shards", lambda m: Made(m.parameters(), rows)),
     "nested": ("on shards", lambda m: Made(m.parameters(), nested)),
-    "norm": ("by owner", lambda m: Made(m.parameters(), norm)),
-    "columns": ("by owner", lambda m: Made(m.parameters(), columns)),
-    "if large": ("by owner", lambda m: Made(m.parameters(), if_large)),
-    "if small": ("by owner", lambda m: Made(m.parameters(), if_small)),
-    "by number of elements": ("by owner", lambda m: Made(m.parameters(), by_numel)),
-    "by the shape's rows": ("by owner", lambda m: Made(m.parameters(), by_rows_of_shape)),
-    "every tenth step": ("by owner", lambda m: Made(m.parameters(), every_tenth)),
+    **{name: ("by owner", lambda m, update=update: Made(m.parameters(), update)) for name, update in WHOLE.items()},
     "warm-up from zero": ("by owner", warmed),
     "a setting of one group": ("on shards and by owner", halves),
     "look-ahead": ("on shards", lambda m: LookAhead(inner(m))),
@@ -431,10 +412,9 @@ def test_a_refusal_changes_nothing(rank: int, world_size: int, name: str) -> Non
 class Rarely(Made):
     """Draws random numbers at its 20th step."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def prepare(self) -> None:
         if self.param_groups[0].get("steps", 0) == 19:
             torch.rand(())
-        return super().step(closure)
 
 
 def rarely(rank: int, world_size: int) -> list[str]:

@@ -88,26 +88,27 @@ def test_every_section_has_findings_of_known_levels(report: dict[str, Any]) -> N
     assert named(report["sections"]["environment"], "OMP_NUM_THREADS")["says"] == "1"
 
 
-def test_an_interface_that_is_not_there_is_a_problem_with_its_remedy() -> None:
-    done = doctor("--nproc", "2", GLOO_SOCKET_IFNAME="nowhere0")
+def problem_of(*options: str, **variables: str) -> tuple[str, str]:
+    """Return the line of the one problem that stops training, and the last one."""
+    done = doctor(*options, **variables)
     assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith("problem")]
-    assert "gloo join" in line
-    assert "nowhere0" in line
-    assert "GLOO_SOCKET_IFNAME" in line
-    assert lacking(done.stdout.splitlines()[-1], "not", "1 problem") == []
     assert "Traceback" not in done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("problem")]
+    return line, lines[-1]
+
+
+def test_an_interface_that_is_not_there_is_a_problem_with_its_remedy() -> None:
+    line, last = problem_of("--nproc", "2", GLOO_SOCKET_IFNAME="nowhere0")
+    assert lacking(line, "gloo join", "nowhere0", "GLOO_SOCKET_IFNAME") == []
+    assert lacking(last, "not", "1 problem") == []
 
 
 def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object')")
-    done = doctor(PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.strip().startswith("problem")]
-    assert "torch" in line
-    assert "libcudart.so.13: cannot open shared object" in line
-    assert "Traceback" not in done.stdout + done.stderr
+    line, _ = problem_of(PYTHONPATH=str(tmp_path))
+    assert lacking(line, "torch", "libcudart.so.13: cannot open shared object") == []
 
 
 def test_processes_that_take_too_long_are_ended_and_named() -> None:
@@ -193,18 +194,14 @@ def test_links_between_gpus_are_counted_from_the_fastest() -> None:
     assert examined.links("no devices were found") == {}
 
 
-def test_a_torch_for_gpus_that_sees_none_is_a_warning() -> None:
-    gpu = named(list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "gpu")
-    assert gpu.level == "warning"
-    assert "CUDA_VISIBLE_DEVICES" in gpu.remedy
-    warned = named(list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]})), "torch says")
-    assert warned.says == "the driver is too old"
-
-
-def test_gpus_are_shown_with_their_memory() -> None:
+def test_gpus_are_shown_with_their_memory_and_a_torch_for_gpus_that_sees_none_is_a_warning() -> None:
     gpu = {"name": "NVIDIA H200", "memory": 141 * 2**30, "bf16": True}
-    found = list(examined.devices({**FACTS, "cuda": "13.0", "gpus": [gpu]}))
-    assert named(found, "gpu 0") == Finding("gpu 0", "NVIDIA H200, 141.0 GiB")
+    shown = list(examined.devices({**FACTS, "cuda": "13.0", "gpus": [gpu]}))
+    assert named(shown, "gpu 0") == Finding("gpu 0", "NVIDIA H200, 141.0 GiB")
+    without = list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]}))
+    assert named(without, "gpu").level == "warning"
+    assert "CUDA_VISIBLE_DEVICES" in named(without, "gpu").remedy
+    assert named(without, "torch says").says == "the driver is too old"
 
 
 def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,17 +216,12 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert machine.memory_bytes() > 2**30
 
 
-def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_and_a_compiler_that_is_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examined, "SHARED_ENOUGH", 2**60)
-    found = named(list(examined.host()), str(examined.SHARED))
-    assert found.level == "warning"
-    assert "--shm-size" in found.remedy
-
-
-def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiler = named(list(examined.host()), "compiler")
-    assert compiler.level == "note"
+    memory, compiler = (named(list(examined.host()), name) for name in (str(examined.SHARED), "compiler"))
+    assert (memory.level, compiler.level) == ("warning", "note")
+    assert "--shm-size" in memory.remedy
     assert "CXX=no-such-compiler" in compiler.says
 
 
