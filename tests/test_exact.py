@@ -11,7 +11,7 @@ from torch import nn
 
 import exactness
 import trueshard
-from cases import raises_on_ranks
+from cases import on_ranks, raises_on_ranks
 from exactness import MODELS, summed_loss
 from messages import lacking, naming
 from models.handmade import Scalar, Stack
@@ -133,18 +133,15 @@ def test_a_gradient_beyond_the_range_is_an_error_that_names_the_parameter(ranks2
         assert any(f"'{name}'" in message for name, _ in Scalar().named_parameters())
 
 
-def not_finite(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_stays_so(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Stack()
     trueshard.shard(model, exact=True)
     loss = summed_loss(model, 0, rank)[0]
     (loss * (float("inf") if rank else 1.0)).backward()
-    return {name: bool(p.grad.full_tensor().isfinite().all()) for name, p in model.named_parameters()}
-
-
-def test_a_gradient_that_is_not_finite_stays_so(ranks2: Ranks) -> None:
-    for found in ranks2.run(not_finite):
-        assert not any(found.values())
+    found = {name: bool(p.grad.full_tensor().isfinite().all()) for name, p in model.named_parameters()}
+    assert not any(found.values())
 
 
 def reduced_twice(rank: int, world_size: int, zero: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import trueshard
-from cases import raises_on_ranks
+from cases import on_ranks, raises_on_ranks
 from messages import naming
 from parity import Ranks
 from resting import all_but
@@ -443,7 +443,8 @@ def test_a_norm_that_is_called_with_whole_sequences_too(ranks2: Ranks) -> None:
     assert max(ranks2.run(outside)) < EXACT
 
 
-def held(rank: int, world_size: int) -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_of_one_sample_a_part_does_not_keep_the_whole(rank: int, world_size: int) -> None:
     """Bytes of each tensor with one row for each token of a part that backward keeps, and of the memory it lies in."""
     model = llama()
     trueshard.shard(model, tensor={"ranks": world_size, "sequence": True})
@@ -456,13 +457,8 @@ def held(rank: int, world_size: int) -> list[tuple[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.arange(12).view(1, 12), use_cache=False)
-    return kept
-
-
-def test_of_one_sample_a_part_does_not_keep_the_whole(ranks2: Ranks) -> None:
-    for kept in ranks2.run(held):
-        assert kept
-        assert all(taken == memory for taken, memory in kept)
+    assert kept
+    assert all(taken == memory for taken, memory in kept)
 
 
 def in_flight(rank: int, world_size: int, words: dict[str, Any]) -> float:

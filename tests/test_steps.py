@@ -421,43 +421,29 @@ def test_steps_on_two_mesh_dimensions_and_on_part_of_the_ranks(ranks4: Ranks) ->
 # How step() is called
 
 
-def compiled(rank: int, world_size: int, backend: str) -> Any:
+@pytest.mark.rest
+@pytest.mark.parametrize("what", ["step", "training"])
+@as_on_one_device(2)
+def test_a_compiled_step_and_a_compiled_function_that_trains(rank: int, world_size: int, what: str) -> Any:
     model = build()
     optimizer = adamw(model, foreach=True)
     shard_over(world_size, model, optimizer)
-    step = torch.compile(optimizer.step, backend=backend)
-    for number in range(3):
+    step: Any = optimizer.step
+
+    def training(number: int) -> None:
         loss_of(model, number, rank, world_size).backward()
         step()
         optimizer.zero_grad()
+
+    if what == "step":
+        step = torch.compile(step, backend="aot_eager")  # which has all that "eager" has
+    else:
+        training = torch.compile(training, backend="aot_eager")
+    for number in range(3):
+        training(number)
     if world_size > 1:
         shown(optimizer)
     return told(model, optimizer)
-
-
-@pytest.mark.rest
-def test_a_compiled_step(alone: Ranks, ranks2: Ranks) -> None:
-    same(compiled, alone, [ranks2], "aot_eager")  # which has all that "eager" has
-
-
-def compiled_whole(rank: int, world_size: int, backend: str) -> Any:
-    model = build()
-    optimizer = adamw(model, foreach=True)
-    shard_over(world_size, model, optimizer)
-
-    def step(number: int) -> None:
-        loss_of(model, number, rank, world_size).backward()
-        take_step(optimizer)
-
-    step = torch.compile(step, backend=backend)
-    for number in range(3):
-        step(number)
-    return told(model, optimizer)
-
-
-@pytest.mark.rest
-def test_a_compiled_function_that_trains(alone: Ranks, ranks2: Ranks) -> None:
-    same(compiled_whole, alone, [ranks2], "aot_eager")
 
 
 @as_on_one_device()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import trueshard
+from cases import on_ranks
 from messages import naming
 from meter import gloo_lets_go, meter, peak_and_rest
 from parity import Ranks
@@ -229,7 +230,8 @@ def test_blocks_are_compiled(ranks2: Ranks) -> None:
     assert max(ranks2.run(compiled, timeout=200)) < EXACT
 
 
-def hooked(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], float]:
+@on_ranks(4)
+def test_a_hook_sees_the_whole_gradient(rank: int, world_size: int) -> None:
     model, plain = build("llama"), build("llama")
     seen: list[tuple[int, ...]] = []
     for each in (model, plain):
@@ -240,16 +242,15 @@ def hooked(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], float]:
     for each, ids in ((model, batch(0).chunk(2)[rank // 2]), (plain, batch(0))):
         each(input_ids=ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.down_proj.weight.tag == "kept"
-    return seen, distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
+    shapes, far = seen, distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
+    assert shapes == [(32, 65), (32, 65)]
+    assert far < EXACT
 
 
-def test_a_hook_sees_the_whole_gradient(ranks4: Ranks) -> None:
-    for shapes, far in ranks4.run(hooked):
-        assert shapes == [(32, 65), (32, 65)]
-        assert far < EXACT
-
-
-def alike(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, bool]:
+@REST
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+def test_what_is_held_in_common_stays_bit_equal(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """After ten steps: of what every tensor rank has whole, whether they have the same bits."""
     model = build("qwen3", dtype)
     made = optimizers("AdamW", model)
@@ -262,15 +263,8 @@ def alike(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, bool]:
             every = [torch.empty_like(local) for _ in range(2)]
             dist.all_gather(every, local, group=parameter.device_mesh.get_group(1))
             found[name] = torch.equal(*every)
-    return found
-
-
-@REST
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_held_in_common_stays_bit_equal(dtype: torch.dtype, ranks4: Ranks) -> None:
-    for found in ranks4.run(alike, dtype):
-        assert len(found) == 2 * 4 + 1  # two norms of each block, those of queries and keys, and the last one
-        assert all(found.values()), found
+    assert len(found) == 2 * 4 + 1  # two norms of each block, those of queries and keys, and the last one
+    assert all(found.values()), found
 
 
 def in_parts(rank: int, world_size: int, name: str, ways: tuple[str, ...]) -> dict[str, float]:

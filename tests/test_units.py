@@ -242,14 +242,10 @@ def test_unknown_policies_are_refused(choices: dict[str, Any], message: str) -> 
 def test_a_plan_prints_as_a_table_and_reads_back() -> None:
     plan = planned(TiedBlocks(), activation_checkpointing={"blocks.1": "selective"})
     table = str(plan).splitlines()
-    for column in ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward"):
-        assert column in table[0]
-    assert "activation checkpointing" in table[0]
-    assert "why" in table[0]
+    columns = ("unit", "parameters", "bytes", "trainable", "dtype", "reshard after forward", "activation checkpointing")
+    assert lacking(table[0], *columns, "why") == []
     (row,) = [line for line in table if line.startswith("blocks.1 ")]
-    assert "296" in row
-    assert "1.2 KiB" in row
-    assert "selective" in row
+    assert lacking(row, 296, "1.2 KiB", "selective") == []
     assert any(line.startswith("blocks.0.up + blocks.2.up") and "tied" in line for line in table)
     assert Plan.from_json(plan.to_json()) == plan
     assert sum(unit.parameters for unit in plan.units) == sum(p.numel() for p in TiedBlocks().parameters())
@@ -284,44 +280,34 @@ def test_every_option_of_shard_has_one_default() -> None:
     assert Options(compile=True, offload="cpu").differing() == ["compile", "offload"]
 
 
-def apply_a_plan(rank: int, world_size: int, text: str) -> Any:
+def apply_a_plan(rank: int, world_size: int, text: str) -> None:
     plan = Plan.from_json(text)
-    applied = trueshard.shard(Stack(), plan=plan)
-    assert applied == dataclasses.replace(plan, ranks=(world_size,))
-    return applied.to_json()
+    assert trueshard.shard(Stack(), plan=plan) == dataclasses.replace(plan, ranks=(world_size,))
 
 
-def plan_of_another(rank: int, world_size: int, text: str, how: str) -> None:
-    if how == "size":
-        trueshard.shard(Stack(width=16), plan=Plan.from_json(text))
-    if how == "name":
-        trueshard.shard(Stack(depth=2), plan=Plan.from_json(text))
-    if how == "both":
-        trueshard.shard(Stack(), plan=Plan.from_json(text), offload="cpu")
+def plan_of_another(rank: int, world_size: int, text: str, sizes: dict[str, int], words: dict[str, str]) -> None:
+    trueshard.shard(Stack(**sizes), plan=Plan.from_json(text), **words)
 
 
 def test_a_plan_is_applied_or_refused_by_name(ranks2: Ranks) -> None:
     text = planned(Stack(), ranks=2, reshard_after_forward={"blocks.0": "never"}).to_json()
     ranks2.run(apply_a_plan, text)
-    ranks2.raises(plan_of_another, text, "size", match=naming("'(root)'", "144 elements"))
-    ranks2.raises(plan_of_another, text, "name", match=naming("'blocks.2'", "module"))
-    ranks2.raises(plan_of_another, text, "both", match=naming("plan=", "offload"))
+    ranks2.raises(plan_of_another, text, {"width": 16}, {}, match=naming("'(root)'", "144 elements"))
+    ranks2.raises(plan_of_another, text, {"depth": 2}, {}, match=naming("'blocks.2'", "module"))
+    ranks2.raises(plan_of_another, text, {}, {"offload": "cpu"}, match=naming("plan=", "offload"))
 
 
-def announced(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_single_unit_is_announced_once(rank: int, world_size: int) -> None:
     import warnings
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trueshard.shard(nn.Sequential(nn.Linear(8, 8)), units="auto")
         trueshard.shard(Stack())
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_single_unit_is_announced_once(ranks2: Ranks) -> None:
-    for said in ranks2.run(announced):
-        assert len(said) == 1
-        assert "one unit" in said[0]
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == 1
+    assert "one unit" in said[0]
 
 
 def bad_arguments(rank: int, world_size: int, words: dict[str, Any]) -> None:
