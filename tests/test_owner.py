@@ -34,13 +34,8 @@ def batches_of(size: int) -> Iterator[None]:
         owner.BATCH_BYTES = before
 
 
-def trained(rank: int, world_size: int, batch_bytes: int = 32 << 20, mesh: bool = False) -> dict[str, Any]:
+def trained(rank: int, world_size: int, batch_bytes: int, mesh: bool) -> dict[str, Any]:
     """Each kind for five steps, `aside` without gradients in odd ones; the counters of every group."""
-    with batches_of(batch_bytes):
-        return _trained(rank, world_size, mesh)
-
-
-def _trained(rank: int, world_size: int, mesh: bool) -> dict[str, Any]:
     found = {}
     for name, make in WHOLE.items():
         model = build()
@@ -48,23 +43,24 @@ def _trained(rank: int, world_size: int, mesh: bool) -> dict[str, Any]:
         if world_size > 1:
             two = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")) if mesh else None
             trueshard.shard(model, *optimizers, mesh=two)
-        train(model, optimizers, rank, world_size, range(5))
+        with batches_of(batch_bytes):
+            train(model, optimizers, rank, world_size, range(5))
         found[name] = parameters(model), [g.get("step") for each in optimizers for g in each.param_groups]
     return found
 
 
-def test_owners_update_as_one_process(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(trained, alone, sizes)
-
-
-@pytest.mark.rest
-def test_in_several_batches(alone: Ranks, ranks3: Ranks) -> None:
-    same(trained, alone, [ranks3], 150)
-
-
-@pytest.mark.rest
-def test_on_two_mesh_dimensions(alone: Ranks, ranks4: Ranks) -> None:
-    same(trained, alone, [ranks4], 300, True)
+@pytest.mark.parametrize(
+    ("count", "batch_bytes", "mesh"),
+    all_but(
+        [(2, 32 << 20, False)],
+        [(2, 32 << 20, False), (3, 32 << 20, False), (3, 150, False), (4, 300, True)],
+        unpack=True,
+    ),
+)
+def test_owners_update_as_one_process_in_one_batch_or_several_and_on_two_mesh_dimensions(
+    count: int, batch_bytes: int, mesh: bool, alone: Ranks, pool: Pool
+) -> None:
+    same(trained, alone, [Ranks(count, pool)], batch_bytes, mesh)
 
 
 class Few(nn.Module):
@@ -235,14 +231,14 @@ def written(rank: int, world_size: int, how: str) -> Any:
 
 @pytest.mark.parametrize(
     ("how", "count"),
-    [("mul_", 2), *(pytest.param(*each, marks=pytest.mark.rest) for each in (("data", 2), ("swap", 3), ("load", 3)))],
+    all_but(
+        [("mul_", 2), ("one rank", 2)],
+        [("mul_", 2), ("one rank", 2), ("data", 2), ("swap", 3), ("load", 3)],
+        unpack=True,
+    ),
 )
 def test_weights_written_between_steps_reach_the_owner(how: str, count: int, alone: Ranks, pool: Pool) -> None:
     same(written, alone, [Ranks(count, pool)], how)
-
-
-def test_weights_written_on_one_rank_alone_reach_the_owner(alone: Ranks, ranks2: Ranks) -> None:
-    same(written, alone, [ranks2], "one rank")
 
 
 # Groups that change
