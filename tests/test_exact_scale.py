@@ -18,6 +18,7 @@ import trueshard
 from messages import lacking, naming
 from parity import Ranks, assert_same
 from trueshard.errors import UserError
+from trueshard.model.names import Index
 from trueshard.options import Options
 from trueshard.plans import check_options
 from trueshard.sharding import engine
@@ -126,7 +127,7 @@ def test_a_glob_that_matches_nothing_and_a_wrong_exponent_are_refused_by_name() 
             check_options(Options(exact=asked))
     plan = trueshard.Plan(exact={"*": -40, "first.wieght": -60})
     with pytest.raises(ValueError, match=naming("'first.wieght'")) as caught:
-        engine.resolve(exactness.whole_ones(), plan, (2,))
+        engine.resolve(Index(exactness.whole_ones()), plan, (2,))
     assert lacking(str(caught.value), "Did you mean 'first.weight'") == []
 
 

@@ -19,6 +19,7 @@ from resting import all_but
 from test_planner_axes import llama
 from traffic import Traffic
 from trueshard import _torch
+from trueshard.model.names import Index
 from trueshard.options import Options
 from trueshard.planner.forecasting import Cluster, peak_of
 from trueshard.planner.hardware import hardware
@@ -129,7 +130,7 @@ def jobs(last: bool) -> Job:
     workload = Setting("llama deep, text").workload()
     job = Job(workload, (2,), microbatch=2, choices=Options())
     with _torch.fake_tensors():
-        plan = engine.resolve(workload.model(), job.choices, job.ranks)
+        plan = engine.resolve(Index(workload.model()), job.choices, job.ranks)
     own = dataclasses.replace(Plan.of(job.choices), pipeline=True)
     cut = stage_workload(workload, plan, Pipeline(2), int(last), torch.float32)
     return dataclasses.replace(job, workload=cut, plan=own, accumulation=3, in_flight=1)
@@ -173,7 +174,7 @@ def test_a_stage_in_the_middle_has_blocks_alone() -> None:
     workload = Setting("llama deep, text").workload()
     found = []
     with _torch.fake_tensors():
-        plan = engine.resolve(workload.model(), Options(), (2,))
+        plan = engine.resolve(Index(workload.model()), Options(), (2,))
         for number in range(3):
             cut = stage_workload(workload, plan, Pipeline(3), number, torch.float32).model()
             found.append({".".join(name.split(".")[:3]) for name, _ in cut.named_parameters()})

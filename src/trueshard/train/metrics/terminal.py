@@ -87,9 +87,10 @@ class Display(Callback):
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
-            loss, result = record["loss"], f"loss {record['loss']:.4f}"
             if "reward" in record:  # the trainer looks for the smallest of minus the rewards
                 loss, result = -record["reward"], f"reward {record['reward']:.3f}"
+            else:
+                loss, result = record["loss"], f"loss {record['loss']:.4f}"
             best = "  best so far" if loss <= trainer.best else ""
             perplexity = f"  perplexity {_short(record['perplexity'])}" if "perplexity" in record else ""
             print(f"evaluation at step {trainer.step}  {result}{perplexity}{best}", flush=True)
