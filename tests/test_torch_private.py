@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forks
 from cases import on_ranks
@@ -256,6 +256,32 @@ def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None
         model(torch.ones(2, 4)).sum().backward()
     grads = [part.bias.grad.full_tensor().tolist() for part in model[1].parts]
     assert grads == [[2.0], [2.0] * 3]
+
+
+@on_ranks(2)
+def test_rows_of_the_whole(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(12.0).view(3, 4)
+    tensor = _torch.cut_like(rows, distribute_tensor(rows, mesh, [Shard(0)]))
+    assert torch.equal(_torch.gathered(tensor), rows)
+    undo = _torch.together(
+        _torch.reduce_over_the_whole(is_any, lambda _: None),
+        _torch.view_what_is_cut(is_any),
+        _torch.write_through_views(is_any),
+    )
+    assert nn.functional.mse_loss(tensor, tensor * 0).full_tensor().item() == rows.pow(2).mean().item()
+    assert tensor.sum(dim=()).full_tensor().item() == rows.sum().item()
+    tensor.view(-1)[3:6].zero_()
+    assert tensor.full_tensor().flatten()[:7].tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 6.0]
+    undo()
+    with pytest.raises(RuntimeError, match="flatten"):
+        tensor.view(-1)
+    negated = torch.ops.aten.neg.default
+    undo = _torch.handle([negated], lambda operator, args, kwargs: "ours", is_any)
+    assert -tensor == "ours"
+    assert isinstance(_torch.without_handler(negated, (tensor,), {}), DTensor)
+    undo()
+    assert isinstance(-tensor, DTensor)
 
 
 @on_ranks(2)

@@ -16,5 +16,6 @@ from trueshard._torch.modules import *
 from trueshard._torch.operators import *
 from trueshard._torch.patches import *
 from trueshard._torch.ring import *
+from trueshard._torch.rows import *
 from trueshard._torch.simulating import *
 from trueshard._torch.tensors import *

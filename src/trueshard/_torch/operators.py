@@ -33,7 +33,7 @@ def _handlers() -> dict[Any, Any]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def _handle(operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *, missing: bool = True) -> Undo:
+def handle(operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *, missing: bool = True) -> Undo:
     """Let DTensor do ``operators`` by ``compute(operator, args, kwargs)`` where an argument, or a tensor in a list, is
     ours; ``missing``: only those for which torch has no handler.
     """
@@ -58,10 +58,10 @@ def _handled(compute: Any, before: Any, ours: Ours, operator: Any, args: tuple[A
     flat = [tensor for arg in args for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     if any(map(ours, flat)):
         return compute(operator, args, kwargs)
-    return _without_handler(operator, args, kwargs) if before is None else before(operator, args, kwargs)
+    return without_handler(operator, args, kwargs) if before is None else before(operator, args, kwargs)
 
 
-def _without_handler(operator: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+def without_handler(operator: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operator as DTensor does without its handler here.
 
     The handler is out of the table meanwhile, so a mixed list of another thread may meet torch's refusal. A lock would
@@ -82,7 +82,7 @@ def find_every_inf(ours: Ours) -> Undo:
     placed. With a replicated gradient at the head it reduces nothing, with two meshes over one of them, and ranks part:
     some skip the step. For a list that is placed all alike this one computes the same.
     """
-    return _handle([_aten._amp_foreach_non_finite_check_and_unscale_.default], _unscale, ours, missing=False)
+    return handle([_aten._amp_foreach_non_finite_check_and_unscale_.default], _unscale, ours, missing=False)
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def average_mixed_lists(ours: Ours) -> Undo:
     switch for that, ``implicit_replication``, would have to be on around the user's own call.
     """
     operators = (_aten._foreach_lerp_.Scalar, _aten._foreach_sub.List, _aten._foreach_addcdiv_.Scalar)
-    return _handle(operators, _by_kind, ours)
+    return handle(operators, _by_kind, ours)
 
 
 def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -113,7 +113,7 @@ def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     for kind in set(kinds):
         places = [i for i, other in enumerate(kinds) if other is kind]
         some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        results.update(zip(places, _without_handler(operator, some, kwargs) or (), strict=False))
+        results.update(zip(places, without_handler(operator, some, kwargs) or (), strict=False))
     return [results[i] for i in range(len(first))] if results else None
 
 
@@ -130,7 +130,7 @@ def read_numbers_of_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Un
             return local(value).item()
         agree(value)
         with torch.no_grad():
-            return math.nan if _is_nan_somewhere(value) else _gathered(value).item()
+            return math.nan if _is_nan_somewhere(value) else gathered(value).item()
 
     inner = DTensor.__format__
 
@@ -139,7 +139,7 @@ def read_numbers_of_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Un
             return inner(self, specification)
         return format(self.detach().item() if self.dim() == 0 and not self.is_meta else str(self), specification)
 
-    undo = _handle([_aten._local_scalar_dense.default], read, ours, missing=False)
+    undo = handle([_aten._local_scalar_dense.default], read, ours, missing=False)
     return together(undo, replace(DTensor, "__format__", formatted))
 
 
@@ -168,7 +168,7 @@ def take_plain_tensors(ours: Ours, agree: Callable[[DTensor], Any], whole: Calla
     packets = [getattr(_aten, name) for name in ("copy_", "add_", "sub_", "mul_", "lerp_")]
     kinds = ("default", "Tensor", "Scalar")
     in_place = [getattr(packet, kind) for packet in packets for kind in kinds if kind in packet.overloads()]
-    undos.append(_handle(in_place, _in_place, ours))
+    undos.append(handle(in_place, _in_place, ours))
     inner_numpy, inner_write = torch.Tensor.numpy, torch.Tensor.__setitem__
 
     def numpy(self: DTensor, *, force: bool = False) -> Any:
@@ -186,7 +186,7 @@ def take_plain_tensors(ours: Ours, agree: Callable[[DTensor], Any], whole: Calla
         with torch.no_grad():
             values = self.full_tensor()
             values[index] = value.full_tensor() if isinstance(value, DTensor) else value
-            self.copy_(_cut(values, self))
+            self.copy_(cut_like(values, self))
 
     return together(*undos, replace(DTensor, "numpy", numpy), replace(DTensor, "__setitem__", write))
 
@@ -200,7 +200,7 @@ def _with_plain(
             if self.dim() == 0:
                 return inner(whole(self), other)
             if other.shape == self.shape and not other.requires_grad:
-                return inner(self, _cut(other, self))
+                return inner(self, cut_like(other, self))
         return inner(self, other)
 
     return compute
@@ -210,14 +210,14 @@ def _in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     target, other = args[:2]
     one_kind = isinstance(target, DTensor) is isinstance(other, DTensor) or not isinstance(other, torch.Tensor)
     if one_kind or other.dim() == 0 < target.dim():
-        return _without_handler(operator, args, kwargs)
+        return without_handler(operator, args, kwargs)
     if isinstance(target, DTensor):
         if other.shape == target.shape:
-            other = _cut(other, target)
-        return _without_handler(operator, (target, other, *args[2:]), kwargs)
+            other = cut_like(other, target)
+        return without_handler(operator, (target, other, *args[2:]), kwargs)
     if torch.is_grad_enabled() and other.requires_grad:
         raise RuntimeError("a plain tensor gets a sharded one in place (loss += …): write loss = loss + … instead")
-    return operator(target, _gathered(other), *args[2:], **kwargs)
+    return operator(target, gathered(other), *args[2:], **kwargs)
 
 
 def _is_nan_somewhere(value: DTensor) -> bool:
@@ -233,10 +233,10 @@ def _is_nan_somewhere(value: DTensor) -> bool:
 def compare_tensors(ours: Ours) -> Undo:
     """Let ``a != b`` take DTensors: torch 2.11 has a rule for every comparison but this one."""
     operators = [_aten.ne.Tensor] if IS_2_11 else []
-    return _handle(operators, lambda _, args, kwargs: torch.eq(*args, **kwargs).logical_not(), ours)
+    return handle(operators, lambda _, args, kwargs: torch.eq(*args, **kwargs).logical_not(), ours)
 
 
-def _gathered(value: Any) -> torch.Tensor:
+def gathered(value: Any) -> torch.Tensor:
     """Gather a DTensor inside a handler. torch 2.11 refuses that there for one that requires grad."""
     full: torch.Tensor = value.detach().full_tensor()
     return full
@@ -251,21 +251,22 @@ def draw_as_one_device(ours: Ours) -> Undo:
     packets = [getattr(_aten, name) for name in _RANDOM.split()]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     operators = [operator for operator in overloads if not operator._schema.arguments[-1].is_out]
-    return _handle(operators, _draw, ours, missing=False)
+    return handle(operators, _draw, ours, missing=False)
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, *others = args
     can_cut = all(type(placement) in (Replicate, Shard) for placement in target.placements)
     if local(target).is_meta or not can_cut or any(isinstance(other, DTensor) for other in others):
-        return _without_handler(operator, args, kwargs)
+        return without_handler(operator, args, kwargs)
     full = torch.empty(target.shape, dtype=target.dtype, device=local(target).device)
-    part = _cut(operator(full, *others, **kwargs), target)
+    part = cut_like(operator(full, *others, **kwargs), target)
     if not operator._schema.is_mutable:
         return part
     local(target).copy_(local(part))
     return target
 
 
-def _cut(full: torch.Tensor, like: DTensor) -> DTensor:
+def cut_like(full: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's part of ``full``, which every rank has, placed like ``like``."""
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

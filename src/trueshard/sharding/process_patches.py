@@ -112,6 +112,24 @@ PATCHES = (
         lambda: _torch.take_plain_tensors(is_ours, agree_to_read, WholeNumber.apply),
     ),
     Patch(
+        "DTensor's distances, extremes, norms, `any`, `all`",
+        "are those of the whole, whatever rows a rank has, and so are their gradients",
+        "DTensor has one table of operators",
+        lambda: _torch.reduce_over_the_whole(is_ours, agree_to_read),
+    ),
+    Patch(
+        "DTensor's `view`, `unbind`",
+        "view a gathered copy where DTensor refuses to cross the sharded dimension",
+        "DTensor has one table of operators",
+        lambda: _torch.view_what_is_cut(is_ours),
+    ),
+    Patch(
+        "DTensor's in-place operators, `DTensor.data` of a view",
+        "write through a view (`p[:2].zero_()`) to the shards",
+        "a view is a new DTensor, of a gathered copy",
+        lambda: _torch.write_through_views(is_ours),
+    ),
+    Patch(
         "`DTensor.__ne__` (torch 2.11)",
         "`a != b`, for which that torch has no rule",
         "DTensor has one table of operators",
