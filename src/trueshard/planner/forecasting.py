@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,9 +103,7 @@ def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: 
     made, line = simulated(short, cluster, simulator)
     sums = sums_of(made.steady, line)
     if (more := job.accumulation - MICROBATCHES) > 0:
-        less = _without_second_microbatch(made.steady)
-        shorter = _line(cluster, made.plan, less)
-        sums = extended(sums, sums_of(less, shorter), more)
+        sums = added(sums, microbatch_sums(made, cluster, sums), more)
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
     return Study(plan, forecast, made.steady, line, assumptions=assumptions_of(job, made), score=made.score)
@@ -185,20 +184,6 @@ def _beside(job: Job, trace: Trace) -> list[Allocation]:
     ]
 
 
-def _without_second_microbatch(trace: Trace) -> Trace:
-    """Return a step without its second microbatch; its memory is not right."""
-    phases = [event.place.phase for event in trace.events]
-    starts = [i for i, phase in enumerate(phases) if phase == "forward" and (i == 0 or phases[i - 1] != "forward")]
-    begin, end = starts[1], starts[2]
-    events = list(trace.events[:begin])
-    for event in trace.events[end:]:
-        if isinstance(event, (Kernel, Communication)) and event.after:
-            kept = (i if i < begin else i - (end - begin) for i in event.after if not begin <= i < end)
-            event = dataclasses.replace(event, after=tuple(kept))
-        events.append(event)
-    return Trace(events)
-
-
 def sums_of(trace: Trace, line: Timeline) -> dict[str, Any]:
     """Return what adds up over a step, by field of ``Forecast``."""
     return {
@@ -213,9 +198,25 @@ def sums_of(trace: Trace, line: Timeline) -> dict[str, Any]:
     }
 
 
-def extended(sums: Mapping[str, Any], less: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """Return the sums with ``times`` microbatches more, each as much as ``sums`` have more than ``less``."""
-    return _combined(sums, less, lambda value, before: value + times * (value - before))
+def microbatch_sums(made: Simulation, cluster: Cluster, sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``sums``, over a step of several microbatches, that the second of them adds."""
+    trace = _without_second_microbatch(made.steady)
+    less = sums_of(trace, _line(cluster, made.plan, trace))
+    return _combined(sums, less, operator.sub)
+
+
+def _without_second_microbatch(trace: Trace) -> Trace:
+    """Return a step without its second microbatch; its memory is not right."""
+    phases = [event.place.phase for event in trace.events]
+    starts = [i for i, phase in enumerate(phases) if phase == "forward" and (i == 0 or phases[i - 1] != "forward")]
+    begin, end = starts[1], starts[2]
+    events = list(trace.events[:begin])
+    for event in trace.events[end:]:
+        if isinstance(event, (Kernel, Communication)) and event.after:
+            kept = (i if i < begin else i - (end - begin) for i in event.after if not begin <= i < end)
+            event = dataclasses.replace(event, after=tuple(kept))
+        events.append(event)
+    return Trace(events)
 
 
 def added(sums: Mapping[str, Any], one: Mapping[str, Any], times: int) -> dict[str, Any]:

@@ -145,25 +145,25 @@ def _series(lives: Sequence[Lifetime], end: int, start: Sequence[int] = ()) -> S
 
 def peak(trace: Trace) -> Peak:
     """Return the first maximum of a step's live memory."""
-    now = most = sum(allocation.bytes for allocation in trace.resident)
-    position = -1
-    for i, event in enumerate(trace.events):
-        if type(event) is Allocation:
-            now += event.bytes
-            if now > most:
-                most, position = now, i
-        elif type(event) is Free:
-            now -= event.bytes
+    every = lifetimes(trace)
+    total = _series(every, len(trace.events), start=[-1])
+    at = int(np.argmax(total.bytes))
+    position = int(total.positions[at])
     place = trace.events[position].place if position >= 0 else EventPlace("between", "")
     by_kind = dict.fromkeys(KINDS, 0)
-    for allocation in alive(trace, position):
+    for allocation in _alive(every, position):
         by_kind[allocation.kind] += allocation.bytes
-    return Peak(most, position, place.phase, place.unit, {kind: count for kind, count in by_kind.items() if count})
+    kinds = {kind: count for kind, count in by_kind.items() if count}
+    return Peak(int(total.bytes[at]), position, place.phase, place.unit, kinds)
 
 
 def alive(trace: Trace, position: int) -> list[Allocation]:
     """Return the allocations that are live at a position, oldest first."""
-    return [lifetime.allocation for lifetime in lifetimes(trace) if lifetime.made <= position < lifetime.freed]
+    return _alive(lifetimes(trace), position)
+
+
+def _alive(every: Sequence[Lifetime], position: int) -> list[Allocation]:
+    return [lifetime.allocation for lifetime in every if lifetime.made <= position < lifetime.freed]
 
 
 def received(trace: Trace, by: Literal["op", "axis"] = "op") -> dict[str, int]:

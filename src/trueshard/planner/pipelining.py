@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import fnmatch
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -46,6 +45,7 @@ from trueshard.planner.forecasting import (
     budget_on,
     compute_dtype,
     forecast_of,
+    microbatch_sums,
     simulated,
     sums_of,
 )
@@ -54,7 +54,7 @@ from trueshard.planner.schedules import Pipeline
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import BASE_LATENCY, Timeline
-from trueshard.planner.trace import Communication, Phase, Trace
+from trueshard.planner.trace import Phase, Trace
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan
 from trueshard.sharding import engine
@@ -294,14 +294,13 @@ class Stage:
         job = dataclasses.replace(full, workload=workload, plan=plan, in_flight=1)
         made, line = simulated(dataclasses.replace(job, accumulation=MICROBATCHES), cluster, simulator)
         begin, turn = span(made.steady, "forward", 2)
-        end = span(made.steady, "backward", 2)[1]
-        one = sums_of(Trace(made.steady.events[begin:end]), part(made.steady, line, begin, end))
-        sums, times = sums_of(made.steady, line), full.accumulation - MICROBATCHES
+        sums = sums_of(made.steady, line)
+        one = microbatch_sums(made, cluster, sums)
         live, outer = ledger.curve(made.steady), {unit.name for unit in made.plan.units if unit.kind == "root"}
         left = {unit: np.diff(series.at(np.array([begin - 1, turn - 1]))) for unit, series in live.by_unit.items()}
         kept = sum(int(more[0]) for more in left.values())
         blocks = sum(int(more[0]) for unit, more in left.items() if unit not in outer)
-        sums = added(sums, one, times)
+        sums = added(sums, one, full.accumulation - MICROBATCHES)
         return cls(number, job, made, line, sums, one["step_seconds"], max(0, kept), max(0, blocks), count)
 
     def forecast(
@@ -379,22 +378,6 @@ def span(trace: Trace, phase: Phase, number: int) -> tuple[int, int]:
     runs = itertools.groupby(range(len(trace.events)), lambda i: trace.events[i].place.phase)
     positions = [list(run) for phase_of_run, run in runs if phase_of_run == phase][number - 1]
     return positions[0], positions[-1] + 1
-
-
-def part(trace: Trace, line: Timeline, begin: int, end: int) -> Timeline:
-    """Return the part of a time line in which the compute stream is at events from ``begin`` to ``end``."""
-    compute = [span for span in line.spans if span.stream == "compute"]
-    inside = [span for span in compute if begin <= span.event < end]
-    before = max((span.end for span in compute if span.event < begin), default=0.0)
-    last = max((span.end for span in inside), default=before)
-    slower = line.seconds / max(span.end for span in line.spans)  # ranks wait for the slowest
-    waited: dict[str, float] = defaultdict(float)
-    for span in inside:
-        event = trace.events[span.event]
-        if isinstance(event, Communication):
-            waited[event.axis] += span.end - span.start
-    computed = sum(span.end - span.start for span in inside) - sum(waited.values())
-    return Timeline([], (last - before) * slower, computed, sum(waited.values()), dict(waited))
 
 
 def transfer_seconds(size: int, cluster: Cluster) -> float:

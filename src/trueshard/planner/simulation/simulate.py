@@ -46,54 +46,25 @@ def run_step(
     optimizers: Sequence[torch.optim.Optimizer],
     batches: Sequence[Any],
     enter: Callable[[Phase], None] = lambda phase: None,
+    in_flight: int = 0,
 ) -> None:
     """Run forward and backward of each microbatch, clipping, the optimizers' step, ``zero_grad``.
 
-    Gradients of several ``batches`` accumulate; ``enter`` is called with each phase as it begins.
+    Gradients of several ``batches`` accumulate; ``enter`` is called with each phase as it begins. ``in_flight``: if not
+    0, in the order of a pipeline's stage, which runs so many forwards before the first backward.
     """
-    for i, batch in enumerate(batches):
-        with accumulate(model, last=i == len(batches) - 1):
-            enter("forward")
-            loss = workload.loss(model, own_part(model, batch))
-            if len(batches) > 1:
-                loss = loss / len(batches)
-            enter("backward")
-            loss.backward()
-            del loss
-    _update(workload, model, optimizers, enter)
-
-
-def run_stage(
-    workload: Workload,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batches: Sequence[Any],
-    in_flight: int,
-    enter: Callable[[Phase], None] = lambda phase: None,
-) -> None:
-    """Run a step as ``run_step`` does, in the order of a pipeline's stage: ``in_flight`` forwards, then a backward."""
-    root = engine.sharded(model).root
     losses: deque[torch.Tensor] = deque()
-    for i in range(len(batches) + in_flight - 1):
-        if i < len(batches):
-            enter("forward")
-            losses.append(workload.loss(model, own_part(model, batches[i])))
-        if i >= in_flight - 1:
-            last = i == len(batches) + in_flight - 2
-            root.set_is_last_backward(last)  # as torch.distributed.pipelining's stages do
-            root.set_reshard_after_backward(last)
-            root.set_requires_gradient_sync(last)
-            enter("backward")
-            losses.popleft().backward()
-    _update(workload, model, optimizers, enter)
-
-
-def _update(
-    workload: Workload,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    enter: Callable[[Phase], None],
-) -> None:
+    behind = max(in_flight - 1, 0)
+    for i in range(len(batches) + behind):
+        with _reducing(model, last=i == len(batches) + behind - 1, of_stage=in_flight > 0):
+            if i < len(batches):
+                enter("forward")
+                loss = workload.loss(model, own_part(model, batches[i]))
+                losses.append(loss / len(batches) if len(batches) > 1 and not in_flight else loss)
+                del loss
+            if i >= behind:
+                enter("backward")
+                losses.popleft().backward()
     enter("clip")
     if workload.clip is not None:
         clip_grad_norm_(model.parameters(), workload.clip)
@@ -103,6 +74,17 @@ def _update(
     enter("between")
     for optimizer in optimizers:
         optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def _reducing(model: nn.Module, *, last: bool, of_stage: bool) -> Iterator[None]:
+    """Reduce gradients inside only if ``last``; a pipeline's stage keeps its parameters gathered until then, too."""
+    if of_stage:  # as torch.distributed.pipelining's stages do
+        root = engine.sharded(model).root
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last)
+    with accumulate(model, last=last):
+        yield
 
 
 def own_part(model: nn.Module, batch: Any) -> Any:
@@ -334,10 +316,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
                 with recorder.values.drawing():
                     batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(count)]
                 recorder.mark(_torch.tensors_in(batches), "inputs")
-                if trains and job.in_flight:
-                    run_stage(workload, model, optimizers, batches, job.in_flight, enter)
-                elif trains:
-                    run_step(workload, model, optimizers, batches, enter)
+                if trains:
+                    run_step(workload, model, optimizers, batches, enter, job.in_flight)
                 else:
                     run_score(workload, model, batches[0], enter)
                 del batches
