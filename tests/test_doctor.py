@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = {
     "nccl": None,
     "accelerator": None,
     "gpus": [],
-    "said": [],
+    "warnings": [],
 }
 #: Of a machine with two pairs of GPUs, as `nvidia-smi topo -m` prints it, escapes included.
 TOPOLOGY = """\
@@ -112,7 +112,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
 
 
 def test_processes_that_take_too_long_are_ended_and_named() -> None:
-    *_, last = processes.tried("gloo", 2, limit=0.3)
+    *_, last = processes.try_backend("gloo", 2, limit=0.3)
     assert last.level == "problem"
     assert lacking(last.says, "ranks 0, 1", "0 seconds") == []
     assert "--timeout" in last.remedy
@@ -198,7 +198,7 @@ def test_gpus_are_shown_with_their_memory_and_a_torch_for_gpus_that_sees_none_is
     gpu = {"name": "NVIDIA H200", "memory": 141 * 2**30, "bf16": True}
     shown = list(examined.devices({**FACTS, "cuda": "13.0", "gpus": [gpu]}))
     assert named(shown, "gpu 0") == Finding("gpu 0", "NVIDIA H200, 141.0 GiB")
-    without = list(examined.devices({**FACTS, "cuda": "13.0", "said": ["the driver is too old"]}))
+    without = list(examined.devices({**FACTS, "cuda": "13.0", "warnings": ["the driver is too old"]}))
     assert named(without, "gpu").level == "warning"
     assert "CUDA_VISIBLE_DEVICES" in named(without, "gpu").remedy
     assert named(without, "torch says").says == "the driver is too old"

@@ -45,7 +45,7 @@ def trained(rank: int, world_size: int, name: str, folder: str, overrides: tuple
         ready = check(config, world_size) if rank == 0 else None
         dist.barrier()
         ready = ready or check(config, world_size, make=False)
-        code = train(config, ready, torch.device("cpu"), lambda: False)
+        code = train(ready, torch.device("cpu"), lambda: False)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return {"code": code, "said": said.getvalue(), "metrics": [json.loads(line) for line in lines]}
 
@@ -118,8 +118,7 @@ def test_words_of_the_configuration_train(
 def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path: Path) -> None:
     """Else preference tuning would go on with another reference when the model it began with is trained on."""
     from trueshard.train.parse import load_config
-    from trueshard.train.run.checks import located
-    from trueshard.train.run.resuming import write_settings
+    from trueshard.train.run.resuming import located, write_settings
 
     begin = (*overrides_of("pretrain"), "train.steps=2")
     ranks2.run(trained, "pretrain", str(tmp_path / "first"), begin, timeout=240)

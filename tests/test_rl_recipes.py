@@ -94,7 +94,7 @@ def inside(rank: int, world_size: int, name: str, folder: str, overrides: tuple[
     ready = check(config, world_size) if rank == 0 else None
     dist.barrier()
     ready = ready or check(config, world_size, make=False)
-    trainer, _ = build_trainer(config, ready, lambda: False, device=torch.device("cpu"))
+    trainer, _ = build_trainer(ready, lambda: False, device=torch.device("cpu"))
     rollouts: Any = trainer.loader
     begin = whole(trainer.model.state_dict())
     batches: list[Mapping[str, torch.Tensor]] = []

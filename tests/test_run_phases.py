@@ -22,7 +22,7 @@ from trueshard.options import Options
 from trueshard.planner.simulation.simulate import Simulation, run_step
 from trueshard.planner.workload import Workload
 from trueshard.sharding import engine
-from trueshard.train.run import run_forecast
+from trueshard.train.run.forecast import evaluation_pass
 
 SFT = Path("examples/sft.toml")
 
@@ -33,7 +33,7 @@ class Evaluated(Setting):
 
     def workload(self) -> Workload:
         found = super().workload()
-        return dataclasses.replace(found, score=run_forecast.evaluated(found.loss))
+        return dataclasses.replace(found, score=evaluation_pass(found.loss))
 
 
 def measured(rank: int, world: int, setting: Evaluated, folder: str) -> list[tuple[int, int]]:

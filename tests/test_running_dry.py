@@ -13,8 +13,8 @@ from running import project
 from trueshard.cli import main
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.parse import load_config
-from trueshard.train.run.forecast import dry_run, toml
+from trueshard.train.parse import load_config, to_toml
+from trueshard.train.run.forecast import dry_run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,11 +22,16 @@ else:
     import tomli as tomllib
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project, in which the command is given."""
+    monkeypatch.chdir(project(tmp_path / "dry"))
+    return tmp_path / "dry"
+
+
 def test_dry_run_prints_configuration_and_forecast_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = project(tmp_path / "dry")
-    monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     assert main(["train", "train.toml", "--nproc", "2", "--set", "train.steps=7", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -40,18 +45,13 @@ def test_dry_run_prints_configuration_and_forecast_and_writes_nothing(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_dry_run_on_other_hardware_takes_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = project(tmp_path / "dry")
-    monkeypatch.chdir(folder)
+@pytest.mark.usefixtures("folder")
+def test_dry_run_on_other_hardware_takes_any_number_of_ranks() -> None:
     config = load_config(Path("train.toml"), ["train.batch_size=64"])
     assert "# llama on 64 × h100, 8 ranks a node" in dry_run(config, 64, hardware="h100")
 
 
-def test_what_is_wrong_with_the_data_is_one_line_as_in_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = project(tmp_path / "dry")
-    monkeypatch.chdir(folder)
+def test_what_is_wrong_with_the_data_is_one_line_as_in_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text('{"text": "some words"}\n{"text": \n')
     before = sorted(folder.rglob("*"))
     assert main(["train", "train.toml", "--nproc", "2", "--set", "data.path=rows.jsonl", "--dry-run"]) == 2
@@ -59,18 +59,15 @@ def test_what_is_wrong_with_the_data_is_one_line_as_in_a_run(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_unknown_hardware_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = project(tmp_path / "dry")
-    monkeypatch.chdir(folder)
+@pytest.mark.usefixtures("folder")
+def test_unknown_hardware_is_one_line() -> None:
     with pytest.raises(UserError, match=r"h10.*h100"):
         dry_run(load_config(Path("train.toml")), 2, hardware="h10")
 
 
-def test_what_the_planner_cannot_simulate_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = project(tmp_path / "dry")
-    monkeypatch.chdir(folder)
-    config = load_config(Path("train.toml"), ["shard.units=NoSuchBlock"])
-    last = dry_run(config, 2).splitlines()[-1]
+@pytest.mark.usefixtures("folder")
+def test_what_the_planner_cannot_simulate_is_said() -> None:
+    last = dry_run(load_config(Path("train.toml"), ["shard.units=NoSuchBlock"]), 2).splitlines()[-1]
     assert last.startswith("# No forecast")
     assert "NoSuchBlock" in last
 
@@ -107,20 +104,14 @@ reshard_after_forward = { "model.layers.*" = "always" }
 """
 
 
-def test_printed_configuration_means_the_same(tmp_path: Path) -> None:
+def test_printed_configuration_has_every_key_and_means_the_same(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text(EVERYTHING)
     config = load_config(file)
-    again = Config.model_validate(tomllib.loads(toml(config)))
+    text = to_toml(config)
+    again = Config.model_validate(tomllib.loads(text))
     assert again == config
     assert again.identity() == config.identity()
-
-
-def test_printed_configuration_has_every_key(tmp_path: Path) -> None:
-    file = tmp_path / "all.toml"
-    file.write_text(EVERYTHING)
-    config = load_config(file)
-    text = toml(config)
     for name, section in config.model_dump(mode="json", by_alias=True, exclude_none=True).items():
         assert f"[{name}]" in text
         for key in section:

@@ -128,7 +128,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 try:
     torch.zeros(1 << 30)
 except Exception as error:
-    print(out_of_memory.is_out_of_memory(error), meter.shortage(0, error).asked)
+    print(out_of_memory.is_out_of_memory(error), meter.shortage(0, error).requested)
 """
 
 

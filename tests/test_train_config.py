@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 import configuration_reference
 from messages import lacking, naming
+from trueshard import train
 from trueshard.errors import UserError
 from trueshard.train.config import Config
+from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,18 @@ def test_there_is_an_example_of_each_recipe() -> None:
 def test_every_example_is_valid(name: str) -> None:
     config = example(name)
     assert config.run.dir == f"runs/{name.removesuffix('.toml')}"  # type: ignore[attr-defined]
+
+
+def test_demo_is_a_llama_of_ten_million_parameters() -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(Path(train.__file__).parent / "demo.toml")
+    assert config.tokenizer.vocab_size is not None
+    settings = architecture(config, config.tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    assert settings.model_type == "llama"
+    assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 11e6
 
 
 @pytest.mark.parametrize(

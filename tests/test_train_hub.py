@@ -20,7 +20,6 @@ from trueshard.train.config import Config
 from trueshard.train.models import config as hub
 from trueshard.train.models.build import architecture, build, fill
 from trueshard.train.run import resuming
-from trueshard.train.run.checks import located
 
 NAME = "someone/small-model"
 COMMITS = ("1" * 40, "2" * 40)
@@ -87,13 +86,13 @@ def test_ranks_read_the_commit_that_is_asked_for(cache: Path, tmp_path: Path, ra
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(cache: Path, tmp_path: Path) -> None:
-    begun = located(config(tmp_path))
+    begun = resuming.located(config(tmp_path))
     assert begun.model.revision == COMMITS[0]
     begun.run.folder.mkdir()
     resuming.write_settings(begun, {})
     point_main_to(cache, 1)
-    assert located(config(tmp_path)).model.revision == COMMITS[0]
-    moved = located(config(tmp_path, revision="main"))
+    assert resuming.located(config(tmp_path)).model.revision == COMMITS[0]
+    moved = resuming.located(config(tmp_path, revision="main"))
     assert moved.model.revision == COMMITS[1]
     with pytest.raises(UserError, match=naming("model.revision", COMMITS[0], COMMITS[1])):
         resuming.check_resumable(moved, {})

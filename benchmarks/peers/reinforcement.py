@@ -104,7 +104,7 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
         ready = checks.check(config, ranks) if dist.get_rank() == 0 else None
         dist.barrier()
         ready = ready or checks.check(config, ranks, make=False)
-        trainer, _ = session.build_trainer(config, ready, lambda: False, device=torch.device("cpu"))
+        trainer, _ = session.build_trainer(ready, lambda: False, device=torch.device("cpu"))
         trainer.checkpoints = None
         trainer.callbacks.append(Clock())
         trainer.fit()

@@ -16,13 +16,13 @@ from trueshard.errors import UserError, extra_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: those of the process); returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from trueshard.cli.commands import TRACEBACK, run
 
-        return run([each for each in given if each != TRACEBACK] or ["--help"])
+        return run([argument for argument in arguments if argument != TRACEBACK] or ["--help"])
     except UserError as error:
-        if TRACEBACK in given:
+        if TRACEBACK in arguments:
             traceback.print_exception(error)
         return _wrong(str(error))
     except ModuleNotFoundError as error:

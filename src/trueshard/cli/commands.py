@@ -99,11 +99,11 @@ def replay(
     from trueshard.train.run.replay import Replayed, config_of, recorded
 
     config, ranks = config_of(run)
-    asked = Replayed(step, prompt)
-    recorded(config, asked)
+    replayed = Replayed(step, prompt)
+    recorded(config, replayed)
     command = ["replay", str(run), f"--step={step}", *([] if prompt is None else [f"--prompt={prompt}"])]
     launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
-    raise typer.Exit(start(config, command, nproc=nproc or (None if launched else ranks), replayed=asked))
+    raise typer.Exit(start(config, command, nproc=nproc or (None if launched else ranks), replayed=replayed))
 
 
 def plot(
@@ -163,10 +163,9 @@ def _run(
     from trueshard.train.parse import load_config
     from trueshard.train.run.launcher import start
 
-    set_here = [f"--set={each}" for each in overrides]
-    set_here += [f"--{name}" for name, given in (("profile", profile), ("override", override)) if given]
     config = load_config(path, overrides)
-    command += set_here
+    command += [f"--set={override_}" for override_ in overrides]
+    command += [f"--{name}" for name, is_set in (("profile", profile), ("override", override)) if is_set]
     raise typer.Exit(start(config, command, nproc=nproc, cpu_processes=on_cpu, profile=profile, override=override))
 
 
@@ -185,7 +184,7 @@ def verify(
     overrides: Overrides = None,
     optimizer: Optimizer = None,
     sequence: Tokens = None,
-    given: PlanFile = None,
+    plan_file: PlanFile = None,
     options: ShardOptions,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
@@ -214,7 +213,7 @@ def verify(
             overrides=overrides or (),
             optimizer=optimizer,
             sequence=sequence,
-            plan=None if given is None else read_plan(given),
+            plan=None if plan_file is None else read_plan(plan_file),
             replicate=replicate,
             timeout=timeout,
             **options,
@@ -248,10 +247,10 @@ def doctor(
     most = PROCESSES_PER_CORE * cpu_cores()
     if nproc is not None and not 1 <= nproc <= most:
         raise UserError(f"--nproc {nproc}: this machine can try 1 to {most} processes; choose one of these")
-    found = report(nproc, timeout, aloud=not as_json)
+    result = report(nproc, timeout, aloud=not as_json)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
-    if found.count("problem"):
+        print(json.dumps(result.as_json(), indent=2))
+    if result.count("problem"):
         raise typer.Exit(1)
 
 
@@ -288,8 +287,8 @@ def inspect(
 ) -> None:
     """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""
     with refused():
-        found = trueshard.inspect(checkpoint, other, read=read)
-        print(found.to_json() if as_json else found)
+        result = trueshard.inspect(checkpoint, other, read=read)
+        print(result.to_json() if as_json else result)
 
 
 @app.command()

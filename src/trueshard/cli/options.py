@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -27,6 +27,39 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def spread(
+    name: str, parameters: Iterable[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a command: typer sees ``parameters`` in place of its argument ``name``.
+
+    ``make`` returns the argument for the values that the command line gave them, by name. What the command has as a
+    parameter of its own, too, it gets as well.
+    """
+    inserted = list(parameters)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        local = inspect.signature(command, eval_str=True).parameters
+        names = {parameter.name for parameter in inserted}
+        shown: list[inspect.Parameter] = []
+        for parameter in local.values():
+            if parameter.name == name:
+                shown += inserted
+            elif parameter.name not in names:
+                shown.append(parameter)
+        shown = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in shown]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            argument = make({parameter.name: values[parameter.name] for parameter in inserted})
+            return command(**{key: argument if key == name else values[key] for key in local})
+
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined] # typer reads it
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        return run
+
+    return decorate
+
+
 def takes_options(leave_out: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator for a command with an argument ``options``: the options of ``shard()``, one each on the line.
 
@@ -34,27 +67,9 @@ def takes_options(leave_out: tuple[str, ...] = (), **defaults: Any) -> Callable[
         leave_out: options that the command has in a form of its own.
         defaults: where they are not those of ``shard()``.
     """
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        names = [name for name in NAMES if name not in leave_out]
-        hints = get_type_hints(command, include_extras=True)
-        parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(command).parameters.values():
-            if parameter.name == "options":
-                parameters += [_parameter(name, defaults.get(name, FIELDS[name].default)) for name in names]
-            else:
-                parameters.append(parameter.replace(annotation=hints[parameter.name]))
-
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Any:
-            options = {name: _value(name, arguments.pop(_of_typer(name))) for name in names}
-            return command(**arguments, options=options)
-
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return wrapper
-
-    return decorate
+    names = [name for name in NAMES if name not in leave_out]
+    parameters = [_parameter(name, defaults.get(name, FIELDS[name].default)) for name in names]
+    return spread("options", parameters, lambda values: {name: _value(name, values[_of_typer(name)]) for name in names})
 
 
 def _of_typer(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, takes_options
+from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, spread, takes_options
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
 from trueshard.planner.inputs import architectures
@@ -112,24 +112,12 @@ def _request(arguments: dict[str, Any]) -> Request:
     )
 
 
-def _takes_request(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose first parameter is a function that makes the request, the options that make it, too."""
-    theirs = inspect.signature(_arguments).parameters
-    _, *others = inspect.signature(command, eval_str=True).parameters.values()
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        arguments = _arguments(**{name: values[name] for name in theirs})
-        command(
-            functools.partial(_request, arguments), **{parameter.name: values[parameter.name] for parameter in others}
-        )
-
-    parameters = [*theirs.values(), *(parameter for parameter in others if parameter.name not in theirs)]
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # typer reads it
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
+_takes_request = spread(
+    "request",
+    inspect.signature(_arguments).parameters.values(),
+    lambda values: functools.partial(_request, _arguments(**values)),
+)
+"""Decorator for a command with an argument ``request``, a function that makes it: the options that it is made of."""
 
 Out = Annotated[Path | None, typer.Option(help="Write the plan, for shard(plan=...).", metavar="FILE")]
 Html = Annotated[Path | None, typer.Option(help="Write a page with memory and time line.", metavar="FILE")]

@@ -99,8 +99,8 @@ def report(nproc: int | None, limit: float, aloud: bool) -> Report:
 
     `nproc` and `limit` (seconds of a trial) as in `processes`.
     """
-    said, failed = answer(python_command(f"from {processes.__name__} import print_torch; print_torch()"), limit)
-    torch: dict[str, Any] | str = failed or json.loads(last_line(said))
+    output, failed = answer(python_command(f"from {processes.__name__} import print_torch; print_torch()"), limit)
+    torch: dict[str, Any] | str = failed or json.loads(last_line(output))
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": lambda: versions(torch),
         "devices": lambda: devices(torch),
@@ -236,21 +236,21 @@ def devices(torch: dict[str, Any] | str) -> Iterator[Finding]:
     yield Finding("memory", size(memory_bytes()))
     has_driver = False
     if shutil.which("nvidia-smi"):
-        said, failed = answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], SMI_LIMIT)
+        output, failed = answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], SMI_LIMIT)
         has_driver = not failed
         remedy = "run nvidia-smi by hand; the driver may have to be reloaded"
-        yield judged("nvidia driver", failed or ", ".join(sorted(set(said.split()))), bool(failed), remedy)
+        yield judged("nvidia driver", failed or ", ".join(sorted(set(output.split()))), bool(failed), remedy)
     if isinstance(torch, str):
         return
     for number, gpu in enumerate(torch["gpus"]):
         slow = "" if gpu["bf16"] else ", computes bfloat16 slowly (use float16)"
         yield Finding(f"gpu {number}", f"{gpu['name']}, {size(gpu['memory'])}{slow}")
-    yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["said"])
+    yield from (Finding("torch says", " ".join(line.split()), "warning") for line in torch["warnings"])
     if not torch["gpus"]:
         yield _without_gpu(torch, has_driver)
     elif len(torch["gpus"]) > 1 and shutil.which("nvidia-smi"):
-        said, failed = answer(["nvidia-smi", "topo", "-m"], SMI_LIMIT)
-        if counts := {} if failed else links(said):
+        output, failed = answer(["nvidia-smi", "topo", "-m"], SMI_LIMIT)
+        if counts := {} if failed else links(output):
             says = ", ".join(f"{count} by {kind}" for kind, count in counts.items())
             yield Finding("links", f"of {sum(counts.values())} pairs of GPUs, {says}")
         else:

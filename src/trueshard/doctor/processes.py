@@ -85,7 +85,7 @@ def processes(torch: dict[str, Any] | str, nproc: int | None, limit: float) -> I
     gpus = len(torch["gpus"])
     for backend, ranks in (("gloo", nproc or min(2, cpu_cores())), ("nccl", min(gpus, nproc or gpus))):
         if ranks and torch[backend]:
-            yield from tried(backend, ranks, limit)
+            yield from try_backend(backend, ranks, limit)
         elif ranks:
             yield Finding(backend, "not in this build of torch", "problem", f"install a build of torch with {backend}")
 
@@ -108,7 +108,7 @@ def _names() -> Iterator[Finding]:
     yield judged("host name", says, is_local, "set GLOO_SOCKET_IFNAME before training over several machines", "note")
 
 
-def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
+def try_backend(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
     """Start `ranks` processes and yield a finding for each task of a backend, up to the first that fails."""
     with tempfile.TemporaryDirectory(prefix="trueshard-doctor-") as name:
         logs = Path(name) / "logs"
@@ -121,8 +121,8 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
         done = [_lines(Path(name) / f"{rank}.jsonl") for rank in range(ranks)]
         ends = {}
         for rank, code in ended.codes.items():
-            said = last_line(last_lines(logs, rank))
-            ends[rank] = f"rank {rank} {how(code)}" + (f": {said}" if said else "")
+            message = last_line(last_lines(logs, rank))
+            ends[rank] = f"rank {rank} {how(code)}" + (f": {message}" if message else "")
     yield Finding(backend, f"{ranks} {'process' if ranks == 1 else 'processes'}")
     for task in TASKS:
         if any(task not in lines for lines in done):
@@ -141,7 +141,7 @@ def tried(backend: str, ranks: int, limit: float) -> Iterator[Finding]:
 def _lines(file: Path) -> dict[str, Line]:
     """Return the line of each task that a rank has done, in their order; a half-written one is left out."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return {line["task"]: line for line in (json.loads(each) for each in text.splitlines() if each.endswith("}"))}
+    return {line["task"]: line for line in (json.loads(line) for line in text.splitlines() if line.endswith("}"))}
 
 
 def _failure(task: str, done: list[dict[str, Line]], ends: Mapping[int, str], limit: float) -> tuple[str, str]:
@@ -162,10 +162,11 @@ def _remedy(backend: str, task: str) -> str:
     if task not in ("join", "all-gather", "reduce-scatter"):
         return "look for the cause above; if there is none, this is a defect of TrueShard: report it with this output"
     variable = f"{backend.upper()}_SOCKET_IFNAME"
-    known = ", ".join(name for _, name in socket.if_nameindex())
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
     if backend == "gloo":
-        return f"set {variable} to a network interface that works: {known} (lo is enough on one machine)"
-    return f"run again with NCCL_DEBUG=WARN; then {variable} (of {known}), or NCCL_P2P_DISABLE=1 to find a broken link"
+        return f"set {variable} to a network interface that works: {interfaces} (lo is enough on one machine)"
+    names = f"{variable} (of {interfaces})"
+    return f"run again with NCCL_DEBUG=WARN; then {names}, or NCCL_P2P_DISABLE=1 to find a broken link"
 
 
 def _figure(task: str, lines: list[Line]) -> str:
@@ -200,7 +201,7 @@ def print_torch() -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and gpus else None,
             "accelerator": None if device is None else device.type,
             "gpus": gpus,
-            "said": [str(each.message) for each in caught if issubclass(each.category, (UserWarning, RuntimeWarning))],
+            "warnings": [str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning))],
         }
         print(json.dumps(facts))
 

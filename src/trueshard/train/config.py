@@ -242,9 +242,9 @@ class ScheduleSection(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> ScheduleSection:
-        own = [key for key in ("warmup_steps", "decay", "decay_steps", "final") if key in self.model_fields_set]
-        if self.class_path is not None and own:
-            raise ValueError(f"schedule.{own[0]} does not go with schedule.class; remove one of them")
+        shape = [key for key in ("warmup_steps", "decay", "decay_steps", "final") if key in self.model_fields_set]
+        if self.class_path is not None and shape:
+            raise ValueError(f"schedule.{shape[0]} does not go with schedule.class; remove one of them")
         if self.arguments and self.class_path is None:
             raise ValueError("schedule.arguments goes with schedule.class only; remove it, or set schedule.class")
         if self.decay_steps is not None and self.decay != "wsd":
@@ -297,8 +297,8 @@ class ShardSection(_OptionKeys):
         axes = {f"shard.{name}": size for name, size in sizes_of(self).items()}
         sizes = {"shard.replicate": self.replicate} | axes
         if ranks % (product := math.prod(sizes.values())):
-            said = " × ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
-            raise ValueError(f"{said}: {ranks} ranks do not divide by {product}; choose others")
+            factors = " × ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
+            raise ValueError(f"{factors}: {ranks} ranks do not divide by {product}; choose others")
         return ranks // math.prod(axes.values())
 
     @model_validator(mode="after")
@@ -412,9 +412,9 @@ class Config(Section):
         """Raise ValueError if [rl] and the sections of reinforcement learning do not go together."""
         rl, train = self.rl, self.train
         if rl is None:
-            given = [name for name in ("rollout", "reward") if name in self.model_fields_set]
-            if given:
-                raise ValueError(f"[{given[0]}] goes with [rl] only; add that table, or remove it")
+            tables = [name for name in ("rollout", "reward") if name in self.model_fields_set]
+            if tables:
+                raise ValueError(f"[{tables[0]}] goes with [rl] only; add that table, or remove it")
             if self.data.format == "prompt":
                 raise ValueError('data.format = "prompt" has no answers to learn from; add [rl] and [reward]')
             return

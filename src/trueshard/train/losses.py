@@ -67,7 +67,7 @@ class Loss(Protocol):
 
 
 class Mean:
-    """Adapts a function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
+    """Adapt a function (model, batch) → mean loss: every microbatch of every rank has the same weight."""
 
     unit = "microbatch"
 
@@ -110,27 +110,30 @@ class CausalLoss:
         targets = batch["targets"]
         shape = targets.shape[:1] if rows else ()
 
-        def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
+        def compute(head: nn.Module | None, logits_of_rows: Forward, hidden: torch.Tensor) -> torch.Tensor:
             is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
             shared = None if head is None else shared_head(head)
             if shared is not None:
-                each = each_loss(shared.part, hidden, targets.flatten(), shared)
+                terms = each_loss(shared.part, hidden, targets.flatten(), shared)
             elif is_plain and not rows:
                 return summed(cast(nn.Linear, head), hidden, targets.flatten())
+            elif head is not None:
+                terms = each_loss(logits_of_rows, hidden, targets.flatten())
             else:
-                each = each_loss(own, hidden, targets.flatten()) if head else losses_of(hidden, targets.flatten())
-            return each.view(targets.shape).sum(1) if rows else each.sum()
+                terms = losses_of(hidden, targets.flatten())
+            return terms.view(targets.shape).sum(1) if rows else terms.sum()
 
         return self._rows_of(model, inputs, targets.shape, compute).reshape(shape)
 
 
 class HeadRows:
-    """Computes from what the head of a model reads, a row a position; from its whole logits where it must be."""
+    """Compute from what the head of a model reads, a row a position; from its whole logits where it must be."""
 
     def __init__(self, whole_logits: bool = False) -> None:
         self.whole_logits = whole_logits
         """True if the whole logits are held: as asked for, or because the model needs it."""
-        self._known = whole_logits
+        self._is_tried = whole_logits
+        """True once a pass has shown how the model treats its logits: until then random numbers are put back."""
 
     def __call__(
         self, model: nn.Module, inputs: Mapping[str, torch.Tensor], shape: torch.Size, compute: OnRows
@@ -140,19 +143,20 @@ class HeadRows:
         Raises `ValueError` if the model gives no logits for each position.
         """
 
-        def at_rows(head: nn.Module, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
-            return compute(head, own, hidden.flatten(0, 1)).reshape(-1, 1, 1).clone()  # FSDP2 warns of views
+        def at_rows(head: nn.Module, forward: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            return compute(head, forward, hidden.flatten(0, 1)).reshape(-1, 1, 1).clone()  # FSDP2 warns of views
 
         if not self.whole_logits and _shares_head(model):
             self._hold(f"ranks share the head of {_kind(model)}")
         if not self.whole_logits:
             device = next(iter(inputs.values()))
-            before = None if self._known else (torch.get_rng_state(), *get_device_states(device))
-            found = at_head(model, inputs, shape, at_rows)
-            if found is not None:
-                self._known = True
-                return found.flatten()
+            before = None if self._is_tried else (torch.get_rng_state(), *get_device_states(device))
+            result = at_head(model, inputs, shape, at_rows)
+            if result is not None:
+                self._is_tried = True
+                return result.flatten()
             assert before is not None, "a model changed what it does to its logits"
+            # The pass was in vain and runs again: dropout must draw what it would have drawn.
             torch.set_rng_state(before[0])
             set_device_states(*before[1:])
             self._hold(f"{_kind(model)} changes the logits that its head gives")
@@ -166,7 +170,7 @@ class HeadRows:
 
     def _hold(self, why: str) -> None:
         """Hold the whole logits in every later step, and warn why."""
-        self.whole_logits = self._known = True
+        self.whole_logits = self._is_tried = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             warnings.warn(f"{why}, so the loss is computed from all logits at once", stacklevel=3)
 
@@ -276,9 +280,9 @@ def losses_of_parts(logits: torch.Tensor, targets: torch.Tensor, shared: SharedH
     wide = wide - largest.unsqueeze(1)
     index = targets - shared.first
     is_here = (index >= 0) & (index < wide.shape[1])
-    own = wide.gather(1, index.where(is_here, 0).unsqueeze(1)).squeeze(1) * is_here
-    total, own = sum_parts(torch.stack([wide.exp().sum(1), own]), shared.group)
-    return (total.log() - own) * targets.ne(IGNORED)
+    target = wide.gather(1, index.where(is_here, 0).unsqueeze(1)).squeeze(1) * is_here  # 0 on all ranks but one
+    total, target = sum_parts(torch.stack([wide.exp().sum(1), target]), shared.group)
+    return (total.log() - target) * targets.ne(IGNORED)
 
 
 def summed(
@@ -381,17 +385,17 @@ def at_head(
     heads = _heads_of(model)
     if not heads:
         return None
-    given: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
-    def instead(head: nn.Module, own: Forward, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def instead(head: nn.Module, forward: Forward, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if hidden.shape[:-1] != shape:
-            return own(hidden, **kwargs)
-        given.append(compute(head, functools.partial(own, **kwargs), hidden))
-        return given[-1]
+            return forward(hidden, **kwargs)
+        outputs.append(compute(head, functools.partial(forward, **kwargs), hidden))
+        return outputs[-1]
 
     with _replaced(heads, instead):
         logits = logits_of(model, inputs)
-    return given[0] if len(given) == 1 and logits is given[0] else None
+    return outputs[0] if len(outputs) == 1 and logits is outputs[0] else None
 
 
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -431,8 +435,8 @@ def _replaced(heads: Sequence[nn.Module], instead: Callable[..., torch.Tensor]) 
     for head in heads:
         # The class's own: an instance's is a wrapper that begins a pass, or recomputes, around it.
         shared = shared_head(head)
-        own = functools.partial(type(head).forward, head) if shared is None else shared.whole
-        head.__dict__["forward"] = functools.partial(instead, head, own)
+        original = functools.partial(type(head).forward, head) if shared is None else shared.whole
+        head.__dict__["forward"] = functools.partial(instead, head, original)
     try:
         yield
     finally:

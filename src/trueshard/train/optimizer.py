@@ -60,7 +60,7 @@ def imported_class(path: str, base: type, key: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, base):
         return kind
     state = f"is no {home}.{base.__name__} class" if kind is not None else "does not exist"
-    classes = [each for each, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+    classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
     near = difflib.get_close_matches(name, classes, n=1) or classes[:1]
     hint = f"nearest one: {module.__name__}.{near[0]}" if near else f"give the import path of a class of {home}"
     raise UserError(f"{key}: {path!r} {state}; {hint}")
@@ -72,11 +72,11 @@ def _groups(section: OptimizerSection, trainable: dict[str, nn.Parameter], decay
     for number, group in enumerate(section.groups, start=1):
         key = f"optimizer.groups, number {number}"
         taken = match_globs(group.parameters, trainable, key, "trainable parameter")
-        found = {name: left.pop(name) for name in taken if name in left}
-        if not found:
+        members = {name: left.pop(name) for name in taken if name in left}
+        if not members:
             raise UserError(f"{key}: an earlier group has all of its parameters; remove it, or put it first")
         settings = group.model_dump(include={"lr", "weight_decay"}, exclude_none=True)
-        groups.append({"params": list(found.values()), **settings, **group.arguments})
+        groups.append({"params": list(members.values()), **settings, **group.arguments})
     if section.no_decay is None:
         bare = [name for name, parameter in left.items() if parameter.ndim < 2 and decays]
     else:
@@ -147,16 +147,16 @@ def check_schedule(section: ScheduleSection) -> None:
 
 def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     kind = imported_class(path, LRScheduler, "schedule.class")
-    given = {key: _value(value, optimizer) for key, value in arguments.items()}
+    values = {key: _value(value, optimizer) for key, value in arguments.items()}
     kinds = (TypeError, ValueError, LookupError, AttributeError, ZeroDivisionError)
     with explained(f"schedule.arguments: {path} refuses them", "correct them", kinds, one_line):
-        return kind(optimizer=optimizer, **given)
+        return kind(optimizer=optimizer, **values)
 
 
 def _value(value: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return an argument for the class: "module:function" becomes the function, a table with `class` the scheduler."""
     if isinstance(value, list):
-        return [_value(each, optimizer) for each in value]
+        return [_value(item, optimizer) for item in value]
     if isinstance(value, dict) and "class" in value:
         return _scheduler(value["class"], value.get("arguments", {}), optimizer)
     if isinstance(value, str) and value.count(":") == 1:

@@ -1,7 +1,9 @@
-"""Read a TOML file and `--set` overrides into a validated `Config`, or raise one line that says what to change.
+"""Read a TOML file and `--set` overrides into a validated `Config`, and write one. A wrong input is one line.
 
 - `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
 - Of keys that exclude each other, `--set` of one replaces the other of the file: `--set model.path=…` is enough.
+- What `to_toml` writes means the same as the configuration: settings that were left out stand there with their
+  defaults, as comments where they would not go with others.
 """
 
 from __future__ import annotations
@@ -39,13 +41,16 @@ REPLACES = {
     "train.epochs": ("train.steps",),
 }
 """Key of `--set` → keys of the file that it excludes and removes."""
+SILENT = ("include",)
+"""Keys that mean more if they are set, even to their default: `to_toml` does not set them."""
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and `--set` overrides, of which the last wins. Raises `UserError` of one line."""
     tree, overrides = _read(path), list(overrides)
-    given = {override.partition("=")[0].strip() for override in overrides}
-    for section, name in (each.split(".") for key in given for each in REPLACES.get(key, ()) if each not in given):
+    set_keys = {override.partition("=")[0].strip() for override in overrides}
+    replaced = {other for key in set_keys for other in REPLACES.get(key, ())} - set_keys
+    for section, name in (key.split(".") for key in replaced):
         if isinstance(tree.get(section), dict):
             tree[section].pop(name, None)
     for override in overrides:
@@ -108,9 +113,9 @@ def _describe(error: ValidationError) -> str:
 
 def _dotted(location: tuple[int | str, ...]) -> str:
     """Return the key of a problem, without the branch of a union, which pydantic appends."""
-    known, key = fields(), ""
+    all_fields, key = fields(), ""
     for part in location:
-        if key and section_of(known[_without_places(key)].annotation) is None:
+        if key and section_of(all_fields[_without_places(key)].annotation) is None:
             break
         key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
     return key
@@ -134,18 +139,18 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section that a field holds, one or several; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = [section_of(each) for each in typing.get_args(annotation)]
-    return next((each for each in found if each), None)
+    sections = map(section_of, typing.get_args(annotation))
+    return next((section for section in sections if section), None)
 
 
 def _nearest(key: str) -> str:
     """Return the valid key whose last part resembles that of an unknown one most; of equals, that in its section."""
     section, _, last = _without_places(key).rpartition(".")
-    every = fields()
-    own = [valid for valid in every if valid.rpartition(".")[0] == section]
-    known = {valid.rpartition(".")[2]: valid for valid in (*reversed(every), *own)}
-    near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
-    return f"nearest valid one: {known[near[0]]}" if near else f"valid ones: {', '.join(own)}"
+    keys = fields()
+    siblings = [valid for valid in keys if valid.rpartition(".")[0] == section]
+    by_last_part = {valid.rpartition(".")[2]: valid for valid in (*reversed(keys), *siblings)}  # the last one wins
+    near = difflib.get_close_matches(last, by_last_part, n=1, cutoff=0.5)
+    return f"nearest valid one: {by_last_part[near[0]]}" if near else f"valid ones: {', '.join(siblings)}"
 
 
 def toml_value(value: Any) -> str:
@@ -160,3 +165,38 @@ def toml_value(value: Any) -> str:
 def toml_key(key: str) -> str:
     """Return a key as TOML: bare where that is allowed."""
     return tomlkit.key(key).as_string()
+
+
+def to_toml(config: Config) -> str:
+    """Return a configuration with all its settings as TOML; those that may not be set are comments."""
+    set_keys = config.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+    lines: list[str] = []
+    for name, section in config:
+        if section is None:
+            continue
+        settings, kept = section.model_dump(mode="json", by_alias=True, exclude_none=True), set_keys.get(name, {})
+        is_live = name in set_keys or _is_valid({**set_keys, name: settings})
+        lines += ["", f"[{name}]" if is_live else f"# [{name}]"]
+        tables: list[str] = []
+        for key, value in settings.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                for row in value:
+                    tables += ["", f"[[{name}.{key}]]", *(_line(inner, cell) for inner, cell in row.items())]
+                continue
+            trial = {**set_keys, name: {**kept, key: value}}
+            is_live = key in kept or (key not in SILENT and _is_valid(trial))
+            lines.append(("" if is_live else "# ") + _line(key, value))
+        lines += tables
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{toml_key(key)} = {toml_value(value)}"
+
+
+def _is_valid(tree: dict[str, Any]) -> bool:
+    try:
+        Config.model_validate(tree)
+    except ValueError:
+        return False
+    return True

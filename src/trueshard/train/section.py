@@ -20,10 +20,10 @@ def one_of(*keys: str, required: bool = True) -> Any:
     """Return a validator: exactly one (or, unless ``required``, at most one) of a section's keys has a value."""
 
     def check(section: Section) -> Section:
-        given = [key for key in keys if getattr(section, key.partition(".")[2]) not in (None, [])]
-        if len(given) > 1 or (required and not given):
+        set_keys = [key for key in keys if getattr(section, key.partition(".")[2]) not in (None, [])]
+        if len(set_keys) > 1 or (required and not set_keys):
             wanted = f"exactly one of {', '.join(keys)}" if required else f"one of {', '.join(keys)}"
-            raise ValueError(f"wanted {wanted}; found {' and '.join(given) or 'none of them'}")
+            raise ValueError(f"wanted {wanted}; found {' and '.join(set_keys) or 'none of them'}")
         return section
 
     return model_validator(mode="after")(check)

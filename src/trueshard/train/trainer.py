@@ -163,6 +163,7 @@ class Trainer:
         self._sharded = runtime is not None
         self._axes = None if runtime is None else runtime.axes
         self._exact = runtime is not None and runtime.exact is not None
+        # Ranks that share sequences or matrices have the same terms, or parts of them: one of them counts.
         self._leads_context = self._axes is None or self._axes.leads("context")
         self._leads_tensor = self._axes is None or self._axes.leads("tensor")
         if self._axes and "context" in self._axes.along and isinstance(self.loss, Mean):
@@ -188,8 +189,11 @@ class Trainer:
         """Reason why the run ended before its last step; "" if it did not."""
         self._scaling = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         self._stall = 0.0
+        """Seconds that the last checkpoint held training up; in the record of the step after it."""
         self._saving: Saving | None = None
+        """The newest checkpoint, which may still be written. Its failure is raised by the step after it."""
         self._saved_step = -1
+        """Step of the newest checkpoint, so that the end of the run does not write it again."""
         self._reader = EndlessLoader(loader)
 
     def fit(self) -> bool:
@@ -208,10 +212,10 @@ class Trainer:
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
                 self._tell("on_step", record)
                 last = self.step == self.steps or bool(self.stopped)
-                found = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
-                best = self.patience is not None and found == self.best
+                score = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
+                best = self.patience is not None and score == self.best
                 if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
-                    self._stall = self.save(found)
+                    self._stall = self.save(score)
             self._wait_for_checkpoint()
         except NonFiniteLoss:
             self._wait_for_checkpoint()
@@ -237,7 +241,7 @@ class Trainer:
         for number, batch in enumerate(microbatches, start=1):
             last = number == self.accumulate
             with accumulate(self.model, last=last) if self._sharded else nullcontext(), self._draws(number - 1):
-                part = self.loss(self.model, self._own(batch))
+                part = self.loss(self.model, self._local(batch))
                 self._scaling.scale(mean(part)).backward()
             loss_sum += self._summed(part) * self._leads_tensor
         self._scaling.unscale_(self.optimizer)
@@ -319,11 +323,11 @@ class Trainer:
         self.model.train(training)
         if self._unit == "token" and "loss" in record:
             record["perplexity"] = math.exp(min(record["loss"], 700.0))
-        found = record["loss"] if "loss" in record else -record["reward"]
+        score = record["loss"] if "loss" in record else -record["reward"]
         if self._by_metric():
-            self.scheduler.step(found)
-        self.worse = 0 if found < self.best else self.worse + 1
-        self.best = min(self.best, found)
+            self.scheduler.step(score)
+        self.worse = 0 if score < self.best else self.worse + 1
+        self.best = min(self.best, score)
         self._lose_patience()
         self._tell("on_evaluation", record)
         return record
@@ -339,7 +343,7 @@ class Trainer:
                 break
             if empty:
                 raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            part = float(self._summed(self.loss(self.model, self._own(batch))))
+            part = float(self._summed(self.loss(self.model, self._local(batch))))
             if fresh is not None and self._leads_tensor:
                 sums = [sums[0] + part, sums[1] + self._count([batch])]
         total, count = over_ranks(sums, self.device)
@@ -403,8 +407,8 @@ class Trainer:
                 part.load_state_dict(state[key])
         saved = {name: iter(states) for name, states in state["callbacks"].items()}
         for callback in self.callbacks:
-            if (own := next(saved.get(type(callback).__name__, iter(())), None)) is not None:
-                callback.load_state_dict(own)
+            if (part_state := next(saved.get(type(callback).__name__, iter(())), None)) is not None:
+                callback.load_state_dict(part_state)
 
     def _stateful(self) -> list[tuple[str, Any]]:
         parts = {"reader": self._reader, "scheduler": self.scheduler, "scaler": self.scaler}
@@ -430,7 +434,7 @@ class Trainer:
         """True on one of the ranks that read the same samples."""
         return self._leads_context and self._leads_tensor
 
-    def _own(self, batch: Any) -> Any:
+    def _local(self, batch: Any) -> Any:
         """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""
         if self._axes is None or "context" not in self._axes.along:
             return self._to_device(batch)

@@ -371,7 +371,7 @@ def small_configuration(
     Raises UserError or ValueError for a configuration, or ``options`` set beside it, that cannot be verified.
     """
     from trueshard.train.parse import load_config
-    from trueshard.train.run.checks import located
+    from trueshard.train.run.resuming import located
 
     if options:
         raise ValueError(

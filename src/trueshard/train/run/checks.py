@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import trueshard
-from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError, explained, one_line, written_to
 from trueshard.files import locked, making
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
@@ -28,7 +27,6 @@ from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.metrics.trackers import trackers
 from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
-from trueshard.train.models.config import is_hub_name
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.run import resuming
 
@@ -40,8 +38,10 @@ PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Ready:
-    """Results of the checks: all that a worker needs to begin."""
+    """Results of the checks: all that a worker needs to begin. From here on nothing else has the configuration."""
 
+    config: Config
+    """The configuration as `resuming.resolved` has made it."""
     architecture: Any
     """The transformers configuration of the model."""
     data: Prepared
@@ -54,28 +54,10 @@ class Ready:
     memory_planned: int | None = None
     """Forecast peak memory of a rank, in bytes; None: there is no forecast."""
 
-
-def located(config: Config) -> Config:
-    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins.
-
-    Likewise the `model.revision` of a name on the hub: to the commit.
-    """
-    known = resuming.read_settings(config.run.folder).get("identity", {})
-    given, begun = Path(config.model.path or ""), known.get("model.path")
-    if config.model.path is not None and is_hub_name(config.model.path):
-        began_so = begun == config.model.path and config.model.revision is None
-        commit = (known.get("model.revision") if began_so else None) or config.model.place().name
-        return resuming.with_settings(config, {"model.revision": commit})
-    if not names_newest(given.expanduser()):
-        return config
-    newest = trueshard.latest(given.expanduser().parent)
-    if begun is not None and Path(begun).parent == given.parent:
-        found = begun
-    elif newest is not None:
-        found = str(given.parent / newest.name)
-    else:
-        return config
-    return resuming.with_settings(config, {"model.path": found})
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.config.run.folder
 
 
 def check(config: Config, ranks: int, make: bool = True, override: bool = False) -> Ready:
@@ -83,11 +65,12 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
 
     With ``override``, what the steps mean may differ. Raises `UserError`, and leaves nothing on disk.
     """
-    settings = check_settings(config, ranks)
-    is_new = not (config.run.folder / "data").exists()
+    config = resuming.resolved(config, ranks)
+    settings, folder = check_settings(config, ranks), config.run.folder
+    is_new = not (folder / "data").exists()
     saved = checkpoints_of(config).steps()
     changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
-    with written_to(config.run.folder):
+    with written_to(folder):
         data = prepare(config, frozen=bool(saved) or not make, make=make)
     if config.rl is not None and make:
         from trueshard.train.rl.run import check_parts
@@ -99,7 +82,7 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
                 shutil.rmtree(data.folder, ignore_errors=True)
             raise
     steps = config.train.steps or steps_of_epochs(config, len(data))
-    return Ready(settings, data, saved[-1] if saved else 0, steps, changes)
+    return Ready(config, settings, data, saved[-1] if saved else 0, steps, changes)
 
 
 def steps_of_epochs(config: Config, samples: int) -> int:
@@ -121,6 +104,25 @@ def count_samples(config: Config) -> int | None:
 def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
+    _check_batch(config, ranks)
+    check_optimizer(config.optimizer)
+    check_schedule(config.schedule)
+    trackers(config.log.to)
+    tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
+    vocab_size = len(tokenizer) if tokenizer is not None else config.tokenizer.vocab_size
+    assert vocab_size is not None
+    processor = load_processor(config.tokenizer, config.model) if config.images else None
+    settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
+    limit = getattr(settings, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit < config.train.sequence_length:
+        raise UserError(
+            f"train.sequence_length: {config.train.sequence_length} is more than the model's max_position_embeddings = "
+            f"{limit}; lower it to that, or choose a model with more positions"
+        )
+    return settings
+
+
+def _check_batch(config: Config, ranks: int) -> None:
     train = config.train
     try:
         readers = config.shard.readers(ranks)
@@ -131,48 +133,36 @@ def check_settings(config: Config, ranks: int) -> Any:
     if is_even and train.batch_size % (portion := train.portion(readers)):
         once = "" if readers == ranks else ", those that read the same samples counted once"
         key = "accumulate" if train.microbatch is None else "microbatch"
-        what = "sequences" if config.rl is None else "answers"
-        multiple = math.lcm(portion, 1 if config.rl is None else config.rl.samples)
+        noun, group = ("sequences", 1) if config.rl is None else ("answers", config.rl.samples)
+        multiple = math.lcm(portion, group)
         enough = -(-train.batch_size // multiple) * multiple
         raise UserError(
-            f"train.batch_size: {train.batch_size} {what} do not divide over {readers} ranks × train.{key} = "
+            f"train.batch_size: {train.batch_size} {noun} do not divide over {readers} ranks × train.{key} = "
             f"{portion // readers}{once}; use a multiple of {multiple}, such as {enough}"
         )
-    check_optimizer(config.optimizer)
-    check_schedule(config.schedule)
-    trackers(config.log.to)
-    tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
-    vocab_size = len(tokenizer) if tokenizer is not None else config.tokenizer.vocab_size
-    assert vocab_size is not None
-    processor = load_processor(config.tokenizer, config.model) if config.images else None
-    settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
-    limit = getattr(settings, "max_position_embeddings", None)
-    if isinstance(limit, int) and limit < train.sequence_length:
-        raise UserError(
-            f"train.sequence_length: {train.sequence_length} is more than the model's max_position_embeddings = "
-            f"{limit}; lower it to that, or choose a model with more positions"
-        )
-    return settings
 
 
 def checkpoints_of(config: Config) -> trueshard.Checkpoints:
     """Return the run's checkpoints: the newest `train.keep` stay, and the best one if there is a patience."""
-    best = config.evaluation is not None and config.evaluation.patience is not None
+    has_best = config.evaluation is not None and config.evaluation.patience is not None
     return trueshard.Checkpoints(
         config.run.folder / "checkpoints",
         keep_last=config.train.keep,
-        keep_best=1 if best else None,
+        keep_best=1 if has_best else None,
         metric="evaluation",
     )
 
 
-def tell_if_complete(folder: Path, ready: Ready, aloud: bool) -> bool:
+def tell_if_complete(ready: Ready, aloud: bool) -> bool:
     """Return True if the run has no steps left; say so, and what to change, if `aloud`."""
-    is_drawn = any((folder / name).exists() for name in ("loss.png", "reward.png"))
+    is_drawn = any((ready.folder / name).exists() for name in ("loss.png", "reward.png"))
     is_complete = ready.step >= ready.steps and is_drawn
     if is_complete and aloud:
-        said = f"The run in {folder} is complete: {ready.step} steps. To train on, set train.steps above {ready.step}"
-        print(f"{said}; to begin another run, change run.dir.", flush=True)
+        print(
+            f"The run in {ready.folder} is complete: {ready.step} steps. To train on, set train.steps above "
+            f"{ready.step}; to begin another run, change run.dir.",
+            flush=True,
+        )
     return is_complete
 
 
@@ -182,39 +172,39 @@ def tell_changes(ready: Ready) -> None:
         print(f"Changed since the last start: {'; '.join(map(str, ready.changes))}", flush=True)
 
 
-def default_nproc(on_cpu: int) -> int:
-    """Return the number of CUDA devices or, without any, `on_cpu`."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else on_cpu
+def process_count(nproc: int | None, on_cpu: int) -> int:
+    """Return how many processes to start: `nproc`, or one a CUDA device, or `on_cpu` where there is none.
 
-
-def check_nproc(nproc: int) -> None:
-    """Raise `UserError` if this machine cannot start `nproc` processes."""
+    Raises `UserError` if this machine cannot start so many.
+    """
     if torch.cuda.is_available():
-        most, why = torch.cuda.device_count(), "one for each CUDA device"
+        default = most = torch.cuda.device_count()
+        why = "one for each CUDA device"
     else:
-        most, why = cpu_cores() * PROCESSES_PER_CORE, f"{PROCESSES_PER_CORE} for each of {cpu_cores()} CPU cores"
-    if not 1 <= nproc <= most:
-        raise UserError(f"--nproc {nproc}: this machine can start 1 to {most} processes ({why}); choose one of these")
+        default, most = on_cpu, cpu_cores() * PROCESSES_PER_CORE
+        why = f"{PROCESSES_PER_CORE} for each of {cpu_cores()} CPU cores"
+    count = default if nproc is None else nproc
+    if not 1 <= count <= most:
+        raise UserError(f"--nproc {count}: this machine can start 1 to {most} processes ({why}); choose one of these")
+    return count
 
 
-def check_writable(folder: Path) -> None:
-    """Raise `UserError` unless the run's folder, or the nearest parent that exists, takes new files."""
+@contextlib.contextmanager
+def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made, and removed if it stays empty.
+
+    Raises `UserError`: it takes no new files, or another run holds it, which is named.
+    """
     remedy = "choose another folder, or correct its permissions"
     with explained(f"run.dir: {folder} cannot be written", remedy, OSError, one_line):
         place = next(parent for parent in (folder, *folder.parents) if parent.exists())
         if not place.is_dir():
             raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
         tempfile.TemporaryDirectory(prefix=".trueshard-", dir=place).cleanup()
-
-
-@contextlib.contextmanager
-def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is made, and removed if it stays empty; `UserError` names its holder."""
-    check_writable(folder)
     with making(folder), contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(folder / LOCK, patience))
         except TimeoutError as holder:
-            said = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
-            raise UserError(said) from None
+            message = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
+            raise UserError(message) from None
         yield

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trueshard.errors import UserError
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.train.config import Config
-from trueshard.train.run import checks, resuming
+from trueshard.train.run import checks
 from trueshard.train.run.worker import OUT_OF_MEMORY, work
 from trueshard.train.run.world import RUN_ID, launcher_of
 
@@ -52,15 +52,14 @@ def start(
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
         work(config, override=override, profile=profile, replayed=replayed)
-    nproc = checks.default_nproc(cpu_processes) if nproc is None else nproc
-    checks.check_nproc(nproc)
+    nproc = checks.process_count(nproc, cpu_processes)
     with checks.held(config.run.folder):
-        ready = checks.check(checks.located(resuming.tightened(config, nproc)), nproc, override=override)
+        ready = checks.check(config, nproc, override=override)
     checks.tell_changes(ready)
-    if replayed is None and checks.tell_if_complete(config.run.folder, ready, aloud=True):
+    if replayed is None and checks.tell_if_complete(ready, aloud=True):
         return 0
     try:
-        code = _supervise(config, ready, command, nproc)
+        code = _supervise(ready, command, nproc)
     except KeyboardInterrupt:
         code = STOPPED
     if replayed is None and code == STOPPED and not checks.checkpoints_of(config).steps():
@@ -68,20 +67,21 @@ def start(
     return code
 
 
-def _supervise(config: Config, ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
+def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     """Start the workers until they are done or starting them again would not help; return the exit code."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    restarts = 0
+    restarts, most = 0, ready.config.run.restarts
     while True:
         ended = _launch(command, nproc)
         codes = ended.codes.values()
         if ended.signal is not None:
             return STOPPED
+        # The ranks that lost a failed one fail, too: the most telling code counts.
         final = next((code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes), FAILED if codes else 0)
         if final == OUT_OF_MEMORY:
             from trueshard.train.run.out_of_memory import find_remedy
 
-            remedy = find_remedy(resuming.tightened(config, nproc), ready.architecture, nproc, nproc, device)
+            remedy = find_remedy(ready.config, ready.architecture, nproc, nproc, device)
             if remedy is not None:
                 _say(remedy.message)
             if remedy is None or remedy.settings is None:
@@ -90,13 +90,12 @@ def _supervise(config: Config, ready: checks.Ready, command: Sequence[str], npro
         if final != FAILED:
             return final
         why = _killed(ended)
-        if restarts == config.run.restarts:
+        if restarts == most:
             if why:
                 _say(why)
             return FAILED
         restarts += 1
-        count = f"{restarts} of {config.run.restarts}"
-        _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({count})")
+        _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {most})")
 
 
 def _launch(arguments: Sequence[str], nproc: int) -> Ended:

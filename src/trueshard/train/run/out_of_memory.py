@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,14 @@ class Shortage:
     rank: int
     used: int
     """Bytes of tensors, and of what the allocator kept for them, before the allocation that failed."""
-    asked: int
+    requested: int
     """Bytes of that allocation; 0 where the error does not say it."""
     available: int
     """Bytes that tensors of this process could have at most."""
 
     def __str__(self) -> str:
-        asked = f" when {size(self.asked)} more was asked for" if self.asked else ""
-        return f"rank {self.rank} ran out of memory: {size(self.used)} of {size(self.available)} were used{asked}"
+        when = f" when {size(self.requested)} more was asked for" if self.requested else ""
+        return f"rank {self.rank} ran out of memory: {size(self.used)} of {size(self.available)} were used{when}"
 
 
 class MemoryMeter:
@@ -69,7 +70,7 @@ class MemoryMeter:
         else:
             available = max(1, self._limit - self._before)
             used = min(available, max(0, psutil.Process().memory_info().data - self._before))
-        return Shortage(rank, used, _asked(str(error)), available)
+        return Shortage(rank, used, _requested(str(error)), available)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -78,10 +79,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def _asked(message: str) -> int:
+def _requested(message: str) -> int:
     """Return the bytes that an allocator's message names: torch's for the CPU ("512 bytes"), or CUDA ("20.00 MiB")."""
-    named = re.search(r"[Tt]ried to allocate ([\d.]+) ([KMGT]?)", message)
-    return int(float(named[1]) * 1024 ** " KMGT".index(named[2] or " ")) if named else 0
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) ([KMGT]?)", message)
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " ")) if match else 0
 
 
 def leave(folder: Path, shortage: Shortage) -> bool:
@@ -126,103 +127,90 @@ def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, dev
     shortage = read(folder)
     if shortage is None:
         return None
+    from trueshard.train.run import forecast  # the planner, which few runs need
+
+    config = resuming.tightened(config, ranks)  # what an earlier remedy of this run has set
+    reasons: list[str] = []
+
+    @functools.cache
+    def planned(*settings_changed: tuple[str, Any]) -> int | None:
+        """Return the planned bytes a rank with this change; None where that cannot be planned."""
+        changed = resuming.with_settings(config, dict(settings_changed))
+        result = forecast.study(changed, settings, ranks, device, local_ranks)
+        if isinstance(result, forecast.Unplanned):
+            reasons.append(result)
+        return forecast.bytes_of(result)
+
+    def fits(change: Settings) -> bool:
+        return (needed := planned(*change.items())) is not None and needed <= budget
+
     try:
-        search = _RemedySearch(config, settings, ranks, local_ranks, device, shortage)
-        found, facts = search.find(), f"{shortage}; {search.forecast}"
-        if found is None:
+        now = planned()
+        budget = int(MARGIN[device.type] * min(shortage.available, now or shortage.available))
+        if now is None:
+            facts = f"{shortage}; what it takes could not be planned ({reasons[0]})"
+            certain = [*_accumulations(config, ranks)[:1], *_recomputations(config)[-1:], *_reshard(config, ranks)]
+            change = next(iter(certain), None)
+        else:
+            facts = f"{shortage}; the plan needs {size(now)} a rank"
+            change = next(filter(fits, _changes(config, ranks, device, fits)), None)
+        if change is None:
             lower = "train.sequence_length or train.batch_size" + (", or rollout.batch" if config.rl else "")
             return Remedy(
                 f"{facts}; no change of resharding, microbatch or recomputation fits: use more ranks or a larger "
                 f"device, or lower {lower}",
                 None,
             )
-        changed, planned = found
-        text = " with ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
-        expected = "" if planned is None else f" (planned: {size(planned)} a rank)"
-        if config.train.on_oom != "tighten" or "shard.offload" in changed:
-            own = "" if "shard.offload" in changed else ', or train.on_oom = "tighten" to have it done'
-            fits = "would fit" if expected else "takes less"
-            return Remedy(f"{facts}; {text}{expected} {fits}: set it{own}", None)
-        resuming.keep_tightened(folder, changed, ranks)
-        return Remedy(f"{facts}; going on with {text}{expected}, the global batch stays as it is", changed)
+        needed = None if now is None else planned(*change.items())
+        text = " with ".join(f"{key} = {json.dumps(value)}" for key, value in change.items())
+        expected = "" if needed is None else f" (planned: {size(needed)} a rank)"
+        if config.train.on_oom != "tighten" or "shard.offload" in change:
+            hint = "" if "shard.offload" in change else ', or train.on_oom = "tighten" to have it done'
+            fits_or_less = "would fit" if expected else "takes less"
+            return Remedy(f"{facts}; {text}{expected} {fits_or_less}: set it{hint}", None)
+        resuming.keep_tightened(folder, change, ranks)
+        return Remedy(f"{facts}; going on with {text}{expected}, the global batch stays as it is", change)
     finally:
         clear(folder)
 
 
-class _RemedySearch:
-    def __init__(
-        self, config: Config, settings: Any, ranks: int, local_ranks: int, device: torch.device, shortage: Shortage
-    ) -> None:
-        self._config, self._settings, self._ranks, self._local_ranks = config, settings, ranks, local_ranks
-        self._device = device
-        self._known: dict[str, int | None] = {}
-        self._why = ""
-        self._now = self._bytes({})
-        self._budget = int(MARGIN[device.type] * min(shortage.available, self._now or shortage.available))
-        self.forecast = f"what it takes could not be planned ({self._why})"
-        if self._now is not None:
-            self.forecast = f"the plan needs {size(self._now)} a rank"
-
-    def find(self) -> tuple[Settings, int | None] | None:
-        """Return the first change that fits and its planned bytes a rank; None bytes if nothing can be planned."""
-        if self._now is None:
-            certain = [*self._accumulations()[:1], *self._recomputations()[-1:], self._reshard()]
-            return next(((change, None) for change in certain if change), None)
-        return next(((each, self._bytes(each)) for each in self._changes() if self._fits(each)), None)
-
-    def _changes(self) -> Iterator[dict[str, Any]]:
-        """Yield changes, those that cost the least speed first. Of several microbatches only if the smallest fits."""
-        reshard, accumulations, recomputations = self._reshard(), self._accumulations(), self._recomputations()
-        if reshard:
-            yield reshard
-        yield from self._copies()
-        if accumulations and self._fits(accumulations[-1]):
-            yield from accumulations
-        yield from recomputations
-        most = {**reshard, **(recomputations[-1] if recomputations else {})}
-        if len(most) > 1:
-            yield most
-        if most and accumulations and self._fits({**most, **accumulations[-1]}):
-            yield from ({**most, **accumulation} for accumulation in accumulations)
-        if self._config.shard.options().offload == "none" and self._device.type != "cpu":
-            yield {"shard.offload": "cpu"}
-
-    def _reshard(self) -> dict[str, Any]:
-        word = self._config.shard.options().reshard_after_forward
-        return {} if word == FREES_ALL or self._ranks == 1 else {"shard.reshard_after_forward": FREES_ALL}
-
-    def _copies(self) -> list[dict[str, Any]]:
-        """Ways of reinforcement learning to generate without a copy that stays."""
-        if self._config.rl is None or self._config.rollout.on_server:
-            return []
+def _changes(
+    config: Config, ranks: int, device: torch.device, fits: Callable[[Settings], bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield changes, those that cost the least speed first. Of several microbatches only if the smallest fits."""
+    accumulations, recomputations = _accumulations(config, ranks), _recomputations(config)
+    yield from _reshard(config, ranks)
+    if config.rl is not None and not config.rollout.on_server:  # ways to generate without a copy that stays
         ways = {"auto": ["kept", "sharded"], "gathered": ["kept", "sharded"], "kept": ["sharded"], "sharded": []}
-        return [{"rollout.copy": each} for each in ways[self._config.rollout.copy_]]
+        yield from ({"rollout.copy": way} for way in ways[config.rollout.copy_])
+    if accumulations and fits(accumulations[-1]):
+        yield from accumulations
+    yield from recomputations
+    most = {key: value for change in (*_reshard(config, ranks), *recomputations) for key, value in change.items()}
+    if len(most) > 1:
+        yield most
+    if most and accumulations and fits({**most, **accumulations[-1]}):
+        yield from ({**most, **accumulation} for accumulation in accumulations)
+    if config.shard.options().offload == "none" and device.type != "cpu":
+        yield {"shard.offload": "cpu"}
 
-    def _recomputations(self) -> list[dict[str, Any]]:
-        word = self._config.shard.options().activation_checkpointing
-        stronger = {"none": ["selective", "full"], "full": []}.get(str(word), ["full"])
-        return [{"shard.activation_checkpointing": each} for each in stronger]
 
-    def _accumulations(self) -> list[dict[str, Any]]:
-        train = self._config.train
-        if train.microbatch is not None:
-            sizes = range(train.microbatch - 1, 0, -1) if not train.exact else ()
-            return [{"train.microbatch": size} for size in sizes if train.microbatch % size == 0]
-        rows = train.batch_size // (self._config.shard.readers(self._ranks) * train.accumulate)
-        return [{"train.accumulate": train.accumulate * times} for times in range(2, rows + 1) if rows % times == 0]
+def _reshard(config: Config, ranks: int) -> list[dict[str, Any]]:
+    word = config.shard.options().reshard_after_forward
+    return [] if word == FREES_ALL or ranks == 1 else [{"shard.reshard_after_forward": FREES_ALL}]
 
-    def _fits(self, change: Settings) -> bool:
-        return (planned := self._bytes(change)) is not None and planned <= self._budget
 
-    def _bytes(self, change: Settings) -> int | None:
-        """Return the planned bytes a rank with this change; None where that cannot be planned."""
-        from trueshard.train.run import forecast  # the planner, which few runs need
+def _recomputations(config: Config) -> list[dict[str, Any]]:
+    word = str(config.shard.options().activation_checkpointing)
+    stronger = {"none": ["selective", "full"], "full": []}.get(word, ["full"])
+    return [{"shard.activation_checkpointing": choice} for choice in stronger]
 
-        key = repr(change)
-        if key not in self._known:
-            config = resuming.with_settings(self._config, change)
-            found = forecast.study(config, self._settings, self._ranks, self._device, self._local_ranks)
-            self._known[key] = forecast.bytes_of(found)
-            if isinstance(found, forecast.Unplanned):
-                self._why = self._why or found
-        return self._known[key]
+
+def _accumulations(config: Config, ranks: int) -> list[dict[str, Any]]:
+    """Return smaller microbatches of the same batch, in descending order."""
+    train = config.train
+    if train.microbatch is not None:
+        sizes = range(train.microbatch - 1, 0, -1) if not train.exact else ()
+        return [{"train.microbatch": size} for size in sizes if train.microbatch % size == 0]
+    rows = train.batch_size // (config.shard.readers(ranks) * train.accumulate)
+    return [{"train.accumulate": train.accumulate * times} for times in range(2, rows + 1) if rows % times == 0]

@@ -53,73 +53,72 @@ def config_of(run: Path) -> tuple[Config, int | None]:
         return config, None
 
 
-def recorded(config: Config, asked: Replayed) -> Recorded:
+def recorded(config: Config, replayed: Replayed) -> Recorded:
     """Return the written samples to compare with. Raises `UserError` if there are none."""
+    assert config.rl is not None
     file = config.run.folder / NAME
-    every = read_samples(file)
-    steps = sorted({each["step"] for each in every})
-    if asked.step not in steps:
-        assert config.rl is not None
+    lines, step = read_samples(file), replayed.step
+    result = {(line["prompt"], line["sample"]): line for line in lines if line["step"] == step}
+    if not result:
         why = ""
         if config.rl.updates > 1:
             why = f"; samples are made every {config.rl.updates} steps (rl.updates)"
-        near = min(steps, key=lambda step: abs(step - asked.step), default=None)
+        near = min(sorted({line["step"] for line in lines}), key=lambda other: abs(other - step), default=None)
         hint = f"the nearest step that has some is {near}" if near is not None else "it has none"
-        raise UserError(f"--step {asked.step}: {file} has no samples of it; {hint}{why}")
-    result = {(each["prompt"], each["sample"]): each for each in every if each["step"] == asked.step}
-    if asked.prompt is not None:
-        prompts = sorted({prompt for prompt, _ in result})
-        result = {name: each for name, each in result.items() if name[0] == asked.prompt}
-        if not result:
-            raise UserError(
-                f"--prompt {asked.prompt}: is not among those of step {asked.step}: {', '.join(map(str, prompts))}"
-            )
-    return result
+        raise UserError(f"--step {step}: {file} has no samples of it; {hint}{why}")
+    if replayed.prompt is None:
+        return result
+    prompts = sorted({prompt for prompt, _ in result})
+    if replayed.prompt not in prompts:
+        raise UserError(
+            f"--prompt {replayed.prompt}: is not among those of step {step}: {', '.join(map(str, prompts))}"
+        )
+    return {name: line for name, line in result.items() if name[0] == replayed.prompt}
 
 
-def replay(config: Config, ready: Ready, device: torch.device, wants_stop: Callable[[], bool], asked: Replayed) -> int:
+def replay(ready: Ready, device: torch.device, wants_stop: Callable[[], bool], replayed: Replayed) -> int:
     """Make the samples of a step again, and say how they compare; return 1 if one differs. Collective."""
+    config, step = ready.config, replayed.step
     assert config.rl is not None
-    wanted = recorded(config, asked)
-    trainer, _ = build_trainer(config, ready, wants_stop, device=device)
+    expected = recorded(config, replayed)
+    trainer, _ = build_trainer(ready, wants_stop, device=device)
     rollouts: Any = trainer.loader
-    saved, callbacks = checkpoints_of(config), trainer.callbacks
+    checkpoints, callbacks = checkpoints_of(config), trainer.callbacks
     trainer.callbacks, trainer.checkpoints, trainer.evaluation = [], None, None
-    last = asked.step - 1 - config.rl.updates * config.rollout.ahead  # what was made ahead is in later checkpoints
-    start = max((step for step in saved.steps() if step <= last), default=0)
+    last = step - 1 - config.rl.updates * config.rollout.ahead  # what was made ahead is in later checkpoints
+    start = max((saved for saved in checkpoints.steps() if saved <= last), default=0)
     if start:
-        found = trueshard.load(saved.path(start), model=trainer.model, optimizer=trainer.optimizer)
-        trainer.load_state_dict(found["trainer"])
+        state = trueshard.load(checkpoints.path(start), model=trainer.model, optimizer=trainer.optimizer)
+        trainer.load_state_dict(state["trainer"])
     is_first = trainer.rank == 0
     if is_first:
-        origin = f"from {saved.path(start)}" if start else "from the beginning"
-        again = f", training {asked.step - 1 - start} steps again" if asked.step - 1 > start else ""
-        print(f"Making the samples of step {asked.step} again, {origin}{again}", flush=True)
+        origin = f"from {checkpoints.path(start)}" if start else "from the beginning"
+        again = f", training {step - 1 - start} steps again" if step - 1 > start else ""
+        print(f"Making the samples of step {step} again, {origin}{again}", flush=True)
     trainer.model.train()
     try:
-        while trainer.step < asked.step - 1:
+        while trainer.step < step - 1:
             trainer.take_step()
             if wants_stop():
-                raise UserError(f"stopped after step {trainer.step}, before the samples of step {asked.step}")
+                raise UserError(f"stopped after step {trainer.step}, before the samples of step {step}")
         next(rollouts)
         made = {(sample.prompt, sample.sample): sample for sample in rollouts.current.samples}
     finally:
-        for each in callbacks:
-            each.on_end(trainer)
+        for callback in callbacks:
+            callback.on_end(trainer)
     if not is_first:
         return 0
-    if asked.prompt is not None:
-        for prompt, number in sorted(wanted):
-            line = wanted[prompt, number]
+    if replayed.prompt is not None:
+        for (prompt, number), line in sorted(expected.items()):
             print(f"prompt {prompt}, sample {number}, reward {line['reward']:.4g}: {line['text']!r}")
-    different = first_difference(wanted, made)
-    print(f"{len(wanted)} samples: {different or 'same'}", flush=True)
-    return 1 if different else 0
+    difference = first_difference(expected, made)
+    print(f"{len(expected)} samples: {difference or 'same'}", flush=True)
+    return 1 if difference else 0
 
 
-def first_difference(wanted: Recorded, made: dict[tuple[int, int], Sample]) -> str:
+def first_difference(expected: Recorded, made: dict[tuple[int, int], Sample]) -> str:
     """Return what differs first, in words; "" if all is the same."""
-    for (prompt, number), line in sorted(wanted.items()):
+    for (prompt, number), line in sorted(expected.items()):
         about, sample = f"prompt {prompt}, sample {number}", made.get((prompt, number))
         if sample is None:
             return f"{about} was not made again: the prompts of the step are others"

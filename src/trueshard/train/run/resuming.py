@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import trueshard
+from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError
 from trueshard.files import replace_text
 from trueshard.train.config import Config
+from trueshard.train.models.config import is_hub_name
 
 QUIET = ("run.dir", "run.restarts", "run.timeout", "train.keep", "train.log_every", "data.prefetch")
 """Settings whose change is not reported."""
@@ -36,14 +39,14 @@ class SettingChange:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key} = {_value(self.was)}, now {_value(self.now)}"
+        was, now = ("unset" if value is None else json.dumps(value) for value in (self.was, self.now))
+        return f"{self.key} = {was}, now {now}"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return `config.json` of the run's folder; empty if there is none. Raise `UserError` if it is damaged."""
-    file = folder / "config.json"
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -53,19 +56,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 0) -> None:
     """Replace `config.json` with the settings of a run that resumes after ``step``. For one rank."""
-    known = read_settings(config.run.folder)
+    before = read_settings(config.run.folder)
     record: dict[str, Any] = {
         "config": config.model_dump(mode="json", by_alias=True),
         "given": config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "identity": config.identity(),
         "architecture": dict(architecture),
     }
-    overridden = list(known.get("overridden", []))
-    if step and known:
-        changes = _identity_changes(config, architecture, known)
+    overridden = list(before.get("overridden", []))
+    if step and before:
+        changes = _identity_changes(config, architecture, before)
         overridden += [{"after_step": step, **asdict(change)} for change in changes]
-    more = {"overridden": overridden, "tightened": known.get("tightened")}
-    _write(config.run.folder, record | {key: value for key, value in more.items() if value})
+    kept = {"overridden": overridden, "tightened": before.get("tightened")}
+    _write(config.run.folder, record | {key: value for key, value in kept.items() if value})
 
 
 def check_resumable(config: Config, architecture: Mapping[str, Any], override: bool = False) -> list[SettingChange]:
@@ -73,14 +76,16 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
 
     Raises `UserError` of one line that lists those that are not allowed.
     """
-    known = read_settings(config.run.folder)
-    if "identity" not in known:
+    record = read_settings(config.run.folder)
+    if "identity" not in record:
         return []
     try:
-        refused = list(_identity_changes(config, architecture, known))
-        every = _differences("", known["config"], config.model_dump(mode="json", by_alias=True))
+        refused = list(_identity_changes(config, architecture, record))
+        changes = _differences("", record["config"], config.model_dump(mode="json", by_alias=True))
         passed_over = (*QUIET, *config.identity())
-        free = [each for each in every if not any(f"{each.key}.".startswith(f"{key}.") for key in passed_over)]
+        allowed = [
+            change for change in changes if not any(f"{change.key}.".startswith(f"{key}.") for key in passed_over)
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(config.run.folder, f"{type(error).__name__}: {error}") from None
     checkpoints = config.run.folder / "checkpoints"
@@ -95,7 +100,7 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
             f"{'; '.join(map(str, refused))}; the checkpoints in {checkpoints} were made with what was: set it back, "
             "choose another run.dir, or go on all the same with --override"
         )
-    return refused + free
+    return refused + allowed
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -107,31 +112,57 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
+def resolved(config: Config, ranks: int) -> Config:
+    """Return `config` as a start with so many ranks has it: located and tightened. Resolving again changes nothing."""
+    return located(tightened(config, ranks))
+
+
+def located(config: Config) -> Config:
+    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins.
+
+    Likewise the `model.revision` of a name on the hub: to the commit.
+    """
+    if config.model.path is None:
+        return config
+    identity = read_settings(config.run.folder).get("identity", {})
+    path, before = Path(config.model.path), identity.get("model.path")
+    if is_hub_name(config.model.path):
+        is_same = before == config.model.path and config.model.revision is None
+        commit = (identity.get("model.revision") if is_same else None) or config.model.place().name
+        return with_settings(config, {"model.revision": commit})
+    if not names_newest(path.expanduser()):
+        return config
+    if before is not None and Path(before).parent == path.parent:
+        return with_settings(config, {"model.path": before})
+    newest = trueshard.latest(path.expanduser().parent)
+    return config if newest is None else with_settings(config, {"model.path": str(path.parent / newest.name)})
+
+
 def tightened(config: Config, ranks: int) -> Config:
     """Return `config` with the settings that memory required in earlier starts with as many ranks."""
-    found = read_settings(config.run.folder).get("tightened")
-    if config.train.on_oom != "tighten" or not found or found["ranks"] != ranks:
+    record = read_settings(config.run.folder).get("tightened")
+    if config.train.on_oom != "tighten" or not record or record["ranks"] != ranks:
         return config
-    return with_settings(config, found["words"])
+    return with_settings(config, record["words"])
 
 
 def keep_tightened(folder: Path, settings: Mapping[str, Any], ranks: int) -> None:
     """Add settings by dotted key to those that memory required with as many ranks. For one rank."""
     record = read_settings(folder)
-    kept = record.get("tightened", {"ranks": ranks, "words": {}})
-    earlier = kept["words"] if kept["ranks"] == ranks else {}
+    kept = record.get("tightened", {})
+    earlier = kept["words"] if kept.get("ranks") == ranks else {}
     _write(folder, record | {"tightened": {"ranks": ranks, "words": {**earlier, **settings}}})
 
 
 def _identity_changes(
-    config: Config, architecture: Mapping[str, Any], known: Mapping[str, Any]
+    config: Config, architecture: Mapping[str, Any], record: Mapping[str, Any]
 ) -> Iterator[SettingChange]:
     """Yield changes of settings that decide what a step means; of tables, the fields that differ."""
-    changes = list(_differences("", known["identity"], config.identity()))
+    changes = list(_differences("", record["identity"], config.identity()))
     yield from changes
     if not any(change.key.startswith("model.") for change in changes):  # else the architecture differs because of it
         for key, now in architecture.items():
-            if now != (was := known["architecture"].get(key)):
+            if now != (was := record["architecture"].get(key)):
                 yield SettingChange(f"model.config: {key}", was, now)
 
 
@@ -152,7 +183,3 @@ def _damaged(folder: Path, why: object) -> UserError:
         f"{folder / 'config.json'}: cannot be read ({why}); choose another run.dir, or delete that file if the "
         "configuration is still the one its checkpoints were made with"
     )
-
-
-def _value(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value)

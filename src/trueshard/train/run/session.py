@@ -12,6 +12,7 @@ from torch import nn
 import trueshard
 from trueshard import _torch
 from trueshard.axes import sizes_of
+from trueshard.checkpoint.hashing import ReplicasDiffer, check_replicas, state_hash
 from trueshard.checkpoint.state import seed_all
 from trueshard.distributed import device_of, replicated_mesh
 from trueshard.errors import UserError, one_line, written_to
@@ -37,7 +38,6 @@ from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.run import resuming
-from trueshard.train.run.callbacks import ReplicaWatch, StateHashes
 from trueshard.train.run.checks import Ready, checkpoints_of
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
@@ -48,40 +48,30 @@ DOCUMENT = 16
 
 
 def train(
-    config: Config,
-    ready: Ready,
-    device: torch.device,
-    wants_stop: Callable[[], bool],
-    *,
-    profile: bool = False,
-    override: bool = False,
+    ready: Ready, device: torch.device, wants_stop: Callable[[], bool], *, profile: bool = False, override: bool = False
 ) -> int:
     """Train from the run's newest checkpoint, or from the start, to the last step; return the exit code. Collective."""
-    trainer, plan = build_trainer(config, ready, wants_stop, device=device, profile=profile)
+    config = ready.config
+    trainer, plan = build_trainer(ready, wants_stop, device=device, profile=profile)
     is_first = trainer.rank == 0
     if is_first:
-        ranks = f"{trainer.ranks} {device.type} rank{'s' if trainer.ranks > 1 else ''}"
-        every = list(trainer.model.parameters())
-        count = sum(parameter.numel() for parameter in every)
-        trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
-        size = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
         print(plan)
-        print(f"{size} on {ranks}, {_described(ready.data, config.data.format)}", flush=True)
-    resume(config, ready.data, trainer, override)
+        print(_describe(ready, trainer), flush=True)
+    _resume(ready, trainer, override)
     if is_first:  # only now: a run that cannot resume must not change what the next start compares with
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
         if device.type == "cpu":  # elsewhere it was written with its forecast
             from trueshard.train.run import forecast  # the planner
 
-            forecast.write(config.run.folder, plan)
+            forecast.write(ready.folder, plan)
     try:
-        with written_to(config.run.folder):
+        with written_to(ready.folder):
             complete = trainer.fit()
     except NonFiniteLoss as error:
         raise UserError(f"{error}. Lower optimizer.lr, or set train.skip_nonfinite to leave such steps out") from error
     is_stopped = not complete and trainer.stopped == "asked to"
     if not is_stopped:
-        finish(config, ready.data, trainer)
+        _finish(ready, trainer)
     elif is_first:
         saved = checkpoints_of(config).path(trainer.step)
         print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
@@ -89,13 +79,13 @@ def train(
     return STOPPED if is_stopped else 0
 
 
-def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> None:
+def _resume(ready: Ready, trainer: Trainer, override: bool) -> None:
     """Load the newest checkpoint in place; raise `UserError` if it is damaged, or of other data."""
-    path = checkpoints_of(config).latest()
+    data, path = ready.data, checkpoints_of(ready.config).latest()
     if path is None:
         return
     try:
-        found = trainer.resume()
+        state = trainer.resume()
     except (ValueError, KeyError, OSError) as error:
         detail = " ".join(str(error).partition(" strict=False")[0].split())
         remedy = "it is whole: set the configuration back to what it was made with, or choose another run.dir"
@@ -104,8 +94,8 @@ def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> 
         except (ValueError, OSError):
             remedy = "delete it to go on from the one before it"
         raise UserError(f"{path} does not load: {detail}; {remedy}") from error
-    assert found is not None
-    if found["data"]["crc32"] != data.summary.crc32 and not override:
+    assert state is not None
+    if state["data"]["crc32"] != data.summary.crc32 and not override:
         raise UserError(
             f"data.path: what {data.folder} holds is not what {path} was trained on; put it back as it was, "
             "choose another run.dir, or go on all the same with --override"
@@ -114,10 +104,10 @@ def resume(config: Config, data: Prepared, trainer: Trainer, override: bool) -> 
         print(f"Resumed after step {trainer.step} from {path}", flush=True)
 
 
-def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
+def _finish(ready: Ready, trainer: Trainer) -> None:
     """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
-    folder, is_text = config.run.folder, config.data.format == "text"
-    continuation = sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
+    config, data, folder, is_text = ready.config, ready.data, ready.folder, ready.config.data.format == "text"
+    continuation = _sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
     if trainer.rank != 0:
         return
     records = read_metrics(folder / "metrics.jsonl")
@@ -136,7 +126,7 @@ def finish(config: Config, data: Prepared, trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
+def _sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
     """Return `sample.prompt` and `sample.tokens` sampled tokens after it. Collective.
 
     Every rank runs the forward on the same tokens; rank 0 chooses the next one and sends it to the others, so that they
@@ -163,30 +153,36 @@ def sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
     return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
 
 
-def _described(data: Prepared, form: str) -> str:
-    summary = data.summary
+def _describe(ready: Ready, trainer: Trainer) -> str:
+    """Return the size of the model, the ranks and the amount of data, in one line."""
+    parameters, summary, form = list(trainer.model.parameters()), ready.data.summary, ready.config.data.format
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    model = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
+    ranks = f"{trainer.ranks} {trainer.device.type} rank{'s' if trainer.ranks > 1 else ''}"
+    noun = FORMATS[form].noun
     if summary.documents is None:
-        return f"a stream of {FORMATS[form].noun}"
+        return f"{model} on {ranks}, a stream of {noun}"
     tokens = "" if summary.tokens is None else f"{summary.tokens:,} tokens of text in "
-    return f"{tokens}{summary.documents:,} {'documents' if form == 'text' else FORMATS[form].noun}"
+    return f"{model} on {ranks}, {tokens}{summary.documents:,} {'documents' if form == 'text' else noun}"
 
 
 # The parts of a run
 
 
 def build_trainer(
-    config: Config, ready: Ready, wants_stop: Callable[[], bool], *, device: torch.device, profile: bool = False
+    ready: Ready, wants_stop: Callable[[], bool], *, device: torch.device, profile: bool = False
 ) -> tuple[Trainer, trueshard.Plan]:
     """Build, shard and fill the model, and put the loop around it. Collective; raises `UserError` on every rank."""
-    train, settings, data, steps = config.train, ready.architecture, ready.data, ready.steps
+    config, settings, data = ready.config, ready.architecture, ready.data
+    train, steps = config.train, ready.steps
     model = build(config, settings)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
-    seed_all(train.seed)  # which an optimizer draws from, if it does, and sums are exact
+    seed_all(train.seed)  # an optimizer may draw from it, and sums are exact only if all ranks draw alike
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
-    seed = (train.seed + 1 + dist.get_rank()) % 2**63  # dropout draws from it: different on each rank
-    seed_all(seed)
-    reporters = _reporters(config, model, device, ready.memory_planned)
+    seed_all((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
+    callbacks = _reporters(ready, model, device)
     loader: Any
     evaluation: Any
     loss: Loss
@@ -198,9 +194,14 @@ def build_trainer(
 
         loader, evaluation = run.build_rollouts(config, settings, model, data)
         loss = loader.loss
-        reporters = run.with_samples(loader, config, reporters)
-    reporters = _watches(config) + reporters
-    profiles = [Profile(config.run.folder / "profile", *PROFILED)] if profile else []
+        callbacks = run.with_samples(loader, config, callbacks)
+    # Before the reporters: the hash goes into the metrics, and a replica that differs ends the run before it is saved.
+    if config.log.hash_every is not None:
+        callbacks.insert(0, StateHashes(config.log.hash_every))
+    if train.watch_replicas is not None:
+        callbacks.insert(0, ReplicaWatch(train.watch_replicas))
+    if profile:
+        callbacks.append(Profile(ready.folder / "profile", *PROFILED))
     trainer = Trainer(
         model,
         optimizer,
@@ -218,7 +219,7 @@ def build_trainer(
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
         skip_nonfinite=train.skip_nonfinite,
-        callbacks=[*reporters, *profiles],
+        callbacks=callbacks,
         wants_stop=wants_stop,
         saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
     )
@@ -314,25 +315,46 @@ def _loaders(
     )
 
 
-def _watches(config: Config) -> list[Callback]:
-    """Return the callbacks that compare replicas and hash the state."""
-    result: list[Callback] = []
-    if config.train.watch_replicas is not None:
-        result.append(ReplicaWatch(config.train.watch_replicas))
-    if config.log.hash_every is not None:
-        result.append(StateHashes(config.log.hash_every))
-    return result
-
-
-def _reporters(config: Config, model: nn.Module, device: torch.device, memory_planned: int | None) -> list[Callback]:
+def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Callback]:
     """Return the callbacks that measure, write and draw each step; later ones read what earlier ones add."""
+    config, folder = ready.config, ready.folder
     peak = peak_flops(device, sharded(model).compute_dtype or getattr(torch, config.model.dtype))
     countable = peak is not None and config.model.quantize == "none"  # packed weights do not tell how many they are
     flops = flops_per_token(model, config.train.sequence_length) if countable else None
-    folder, plain = config.run.folder, config.model_dump(mode="json", by_alias=True)
+    plain = config.model_dump(mode="json", by_alias=True)
     return [
-        Measures(flops_per_token=flops, peak_flops=peak, memory_planned=memory_planned),
+        Measures(flops_per_token=flops, peak_flops=peak, memory_planned=ready.memory_planned),
         MetricsWriter(folder),
         terminal.Display(config.train.log_every),
         Tracking(trackers(config.log.to), plain, folder, config.log.project),
     ]
+
+
+class StateHashes(Callback):
+    """Add ``state_hash`` to the record of every ``every``-th step, the same at any number of ranks."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if trainer.step % self._every == 0:
+            record["state_hash"] = state_hash(trainer.model, trainer.optimizer).total
+
+
+class ReplicaWatch(Callback):
+    """Compare replicas after every ``every``-th step, before it is saved; end the run if one differs."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if trainer.step % self._every:
+            return
+        try:
+            check_replicas(trainer.model, trainer.optimizer)
+        except ReplicasDiffer as error:
+            raise UserError(
+                f"step {trainer.step}: {error}: its memory or processor is faulty. The checkpoints of up to step "
+                f"{trainer.step - self._every} were made when replicas were equal: take the machine out, delete later "
+                "ones, and start again"
+            ) from error

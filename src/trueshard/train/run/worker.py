@@ -30,7 +30,7 @@ from trueshard.errors import RankFailed, UserError, one_line, raised_in
 from trueshard.launching import FAILED, STOPPED, USER_ERROR
 from trueshard.train.config import Config
 from trueshard.train.run import out_of_memory, resuming
-from trueshard.train.run.checks import Ready, check, held, located, tell_changes, tell_if_complete
+from trueshard.train.run.checks import Ready, check, held, tell_changes, tell_if_complete
 from trueshard.train.run.session import train
 from trueshard.train.run.world import World, join
 
@@ -52,9 +52,11 @@ class StopRequest:
     """The wish to stop, from a signal or because the launcher has died."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.signalled = False
         """True if a signal has come since `requested` was first called."""
+        # Until the loop asks for the first time, a signal ends the process at once: there is nothing to save.
         self._handles_signals = False
+        # A worker whose launcher was killed has another parent, since nobody else would end it.
         self._parent = os.getppid()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -65,12 +67,12 @@ class StopRequest:
             self._handles_signals = True
             for number in SIGNALS:
                 signal.signal(number, self._handle)
-        return self.asked or os.getppid() != self._parent
+        return self.signalled or os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        self.signalled = True
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
 
 
 @dataclass
@@ -92,8 +94,11 @@ class _Worker:
         self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.stop = StopRequest()
         self.world: World | None = None
+        """Set once the ranks have met."""
         self.ready: Ready | None = None
+        """Set after the checks; from there on it has the configuration."""
         self.meter: out_of_memory.MemoryMeter | None = None
+        """Set just before the model is made: only then can memory run out."""
 
 
 def work(
@@ -103,9 +108,9 @@ def work(
     worker = _Worker(config, override, profile, replayed)
     with contextlib.ExitStack() as locks:
         end = _run(worker, locks)
-        if end.shortage is not None:
+        if end.shortage is not None:  # only here: while the error is handled, its frames keep their tensors
             end = _out_of_memory(worker, end.shortage)
-    if end.hold_back and worker.stop.asked:  # whoever ends the others knows why already
+    if end.hold_back and worker.stop.signalled:  # whoever ends the others knows why already
         os._exit(end.code)
     _leave(worker, end)
 
@@ -114,19 +119,18 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     try:
         worker.world = world = join(os.environ, worker.config.run.timeout)
         worker.ready = ready = _check_together(worker, world, locks)
-        if worker.config.train.exact:
-            _compute_alike(world.device)
-        stop = worker.stop.requested
+        if ready.config.train.exact:
+            _fix_kernels(world.device)
         if worker.replayed is not None:
             from trueshard.train.run.replay import replay
 
-            code = replay(worker.config, ready, world.device, stop, worker.replayed)
-            dist.destroy_process_group()
-            return _End(code)
-        if tell_if_complete(worker.config.run.folder, ready, world.rank == 0):
+            code = replay(ready, world.device, worker.stop.requested, worker.replayed)
+        elif tell_if_complete(ready, world.rank == 0):
             return _End(0)
-        worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
-        code = train(worker.config, ready, world.device, stop, profile=worker.profile, override=worker.override)
+        else:
+            worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
+            stop = worker.stop.requested
+            code = train(ready, world.device, stop, profile=worker.profile, override=worker.override)
         dist.destroy_process_group()
         return _End(code, is_final=code == STOPPED)
     except UserError as error:
@@ -145,7 +149,7 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
         return _End(FAILED, f"trueshard: rank {worker.rank} failed:\n{traceback.format_exc()}")
 
 
-def _compute_alike(device: torch.device) -> None:
+def _fix_kernels(device: torch.device) -> None:
     """Make kernels give the same bits on any rank of any run: an operation that cannot raises, and says its name.
 
     On a CPU a sum depends on the number of threads, which otherwise follows from the number of ranks.
@@ -160,72 +164,68 @@ def _compute_alike(device: torch.device) -> None:
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
     """Check on rank 0, which makes what is missing, then on the others. An error is raised on all ranks."""
     ready: Ready | None = None
-    told: list[Any] = ["", None]
+    message: list[Any] = ["", None]
+    # Making data may take hours, in which the others must not run into run.timeout.
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
     if world.rank == 0:
         try:
             locks.enter_context(held(worker.config.run.folder))
-            told[1], ready = _check_first(worker, world)
+            ready = _check_first(worker, world)
+            message[1] = ready.config
         except UserError as error:
-            told[0] = str(error)
-    dist.broadcast_object_list(told, src=0, group=patient)
+            message[0] = str(error)
+    dist.broadcast_object_list(message, src=0, group=patient)
     dist.destroy_process_group(patient)
-    problem, worker.config = told[0], told[1] or worker.config
+    problem, config = message
     if problem:
         raise UserError(problem)
-    return ready or check(worker.config, world.size, make=False, override=worker.override)
+    return ready or check(config, world.size, make=False, override=worker.override)
 
 
-def _check_first(worker: _Worker, world: World) -> tuple[Config, Ready]:
-    """Return the configuration as the run and its memory have made it, and what the checks find. On rank 0."""
-    config = located(resuming.tightened(worker.config, world.size))
-    ready = check(config, world.size, override=worker.override)
-    if not world.is_ours:
+def _check_first(worker: _Worker, world: World) -> Ready:
+    """Return what the checks find, with the configuration as memory requires it, and its forecast. On rank 0."""
+    ready = check(worker.config, world.size, override=worker.override)
+    if not world.is_ours:  # else our launcher has said it
         tell_changes(ready)
-    if config.train.on_oom != "tighten":
-        out_of_memory.clear(config.run.folder)  # of an earlier start
-    remedy = out_of_memory.find_remedy(config, ready.architecture, world.size, world.local_size, world.device)
+    if ready.config.train.on_oom != "tighten":
+        out_of_memory.clear(ready.folder)  # of an earlier start
+    remedy = out_of_memory.find_remedy(ready.config, ready.architecture, world.size, world.local_size, world.device)
     if remedy is not None:
         if remedy.settings is None:
             raise UserError(remedy.message)
         print(f"trueshard: {remedy.message}", file=sys.stderr, flush=True)
-        config = resuming.with_settings(config, remedy.settings)
-    if world.device.type == "cuda":
-        ready = dataclasses.replace(ready, memory_planned=_planned_memory(config, ready, world))
-    return config, ready
-
-
-def _planned_memory(config: Config, ready: Ready, world: World) -> int | None:
-    """Forecast the run and write `plan.json`; return the bytes of a rank, or None if there is no forecast."""
+        ready = dataclasses.replace(ready, config=resuming.with_settings(ready.config, remedy.settings))
+    if world.device.type != "cuda":
+        return ready
     from trueshard.train.run import forecast  # the planner
 
-    found = forecast.study(config, ready.architecture, world.size, world.device, world.local_size)
-    forecast.write(config.run.folder, found)
-    if isinstance(found, forecast.Unplanned):
-        print(f"No forecast of memory and speed: {found}", flush=True)
-    return forecast.bytes_of(found)
+    result = forecast.study(ready.config, ready.architecture, world.size, world.device, world.local_size)
+    forecast.write(ready.folder, result)
+    if isinstance(result, forecast.Unplanned):
+        print(f"No forecast of memory and speed: {result}", flush=True)
+    return dataclasses.replace(ready, memory_planned=forecast.bytes_of(result))
 
 
 def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
     """Leave the record, and look for a remedy if nobody else will."""
-    assert worker.world is not None
-    assert worker.ready is not None
-    world, folder = worker.world, worker.config.run.folder
-    is_first = out_of_memory.leave(folder, shortage)
-    if world.is_ours or (world.ends_agent and worker.config.train.on_oom == "tighten"):
+    world, ready = worker.world, worker.ready
+    assert world is not None
+    assert ready is not None
+    is_first = out_of_memory.leave(ready.folder, shortage)
+    if world.is_ours or (world.ends_agent and ready.config.train.on_oom == "tighten"):
         return _End(OUT_OF_MEMORY)
     if not is_first:
         deadline = time.monotonic() + REMEDY_LIMIT
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while (folder / out_of_memory.NAME).exists() and time.monotonic() < deadline:
+        while (ready.folder / out_of_memory.NAME).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(HOLD_BACK)
         return _End(FAILED)
-    arguments = (worker.config, worker.ready.architecture, world.size, world.local_size, world.device)
     message = "memory ran out, and there was too little of it to find out what would fit"
     with contextlib.suppress(Exception):  # in the planner's process: this one has no memory left
         from trueshard.planner import process
 
+        arguments = (ready.config, ready.architecture, world.size, world.local_size, world.device)
         remedy = process.call("trueshard.train.run.out_of_memory:find_remedy", *arguments)
         message = message if remedy is None else remedy.message
     return _End(FAILED, f"trueshard: {message}", is_final=True)
@@ -233,11 +233,13 @@ def _out_of_memory(worker: _Worker, shortage: out_of_memory.Shortage) -> _End:
 
 def _lost_peer(error: Exception) -> bool:
     """Return True if an error is the consequence of another rank's end: the communication library made it."""
+    if isinstance(error, (dist.DistError, RankFailed)):
+        return True
+    # gloo raises a plain RuntimeError, from compiled code under torch.distributed; DTensor, which is there, too, does
+    # not communicate.
     file, by_raise = raised_in(error)
     path = Path(file).parts
-    communicates = "distributed" in path and "torch" in path and "tensor" not in path
-    failed = type(error) is RuntimeError and not by_raise and communicates
-    return isinstance(error, (dist.DistError, RankFailed)) or failed
+    return type(error) is RuntimeError and not by_raise and {"torch", "distributed"} <= {*path} and "tensor" not in path
 
 
 def _leave(worker: _Worker, end: _End) -> NoReturn:

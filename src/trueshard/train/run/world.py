@@ -118,18 +118,18 @@ def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> di
     time have confirmed it. Raises `DistStoreError` after ``timeout`` seconds.
     """
     meeting = dist.PrefixStore("trueshard", shared)
-    own = uuid.uuid4().hex
-    meeting.set(f"asks/{rank}", own)
+    name = uuid.uuid4().hex
+    meeting.set(f"asks/{rank}", name)
     if rank:
-        prefix = meeting.get(f"answer/{own}").decode()
-        meeting.set(f"confirmed/{prefix}/{rank}", own)
+        prefix = meeting.get(f"answer/{name}").decode()
+        meeting.set(f"confirmed/{prefix}/{rank}", name)
         return dist.PrefixStore(prefix, meeting)
     deadline = time.monotonic() + timeout
-    while missing := [other for other in range(1, size) if not meeting.check([f"confirmed/{own}/{other}"])]:
+    while missing := [other for other in range(1, size) if not meeting.check([f"confirmed/{name}/{other}"])]:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"waited {timeout:.0f} seconds for rank {', '.join(map(str, missing))} to join")
         for other in missing:
             if meeting.check([f"asks/{other}"]):
-                meeting.set(f"answer/{meeting.get(f'asks/{other}').decode()}", own)
+                meeting.set(f"answer/{meeting.get(f'asks/{other}').decode()}", name)
         time.sleep(POLL)
-    return dist.PrefixStore(own, meeting)
+    return dist.PrefixStore(name, meeting)
