@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -21,6 +22,7 @@ from models import CASES
 from models.handmade import Stack
 from parity import Ranks, assert_same
 from resting import all_but
+from stepping import Whole
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 
@@ -159,6 +161,41 @@ def without_state(rank: int, world_size: int, folder: str) -> None:
 def test_state_that_was_absent_is_absent_again(folder: str, alone: Ranks, ranks2: Ranks) -> None:
     for ranks in (alone, ranks2):
         ranks.run(without_state, folder)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, which keeps all state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def wrapped(rank: int, world_size: int, folder: str) -> int:
+    """Save and load a wrapped optimizer whose state each parameter's owner alone has; return how much this rank has."""
+    torch.manual_seed(0)
+    model = Stack(depth=2)
+    optimizer = Around(Whole(model.parameters()))
+    trueshard.shard(model, optimizer)
+    go_on(SETUPS["fewer rows than ranks"], model, optimizer, rank, world_size, range(2))
+    trueshard.save(Path(folder, "wrapped"), model=model, optimizer=optimizer)
+    state = optimizer.inner.state
+    saved = {parameter: copy.deepcopy(entries) for parameter, entries in state.items() if entries}
+    state.clear()
+    trueshard.load(Path(folder, "wrapped"), model=model, optimizer=optimizer)
+    assert_same([state[parameter] for parameter in saved], list(saved.values()))
+    return len(saved)
+
+
+def test_state_of_a_wrapped_optimizer_is_saved_by_every_owner(tmp_path: Path, ranks2: Ranks) -> None:
+    first, second = ranks2.run(wrapped, str(tmp_path))
+    assert first
+    assert second
+    assert first + second == len(list(Stack(depth=2).parameters()))
 
 
 # Names, shapes, dtypes

@@ -242,7 +242,7 @@ class Catalogue:
             if data is not local:
                 local.copy_(data)
 
-    def whole(self, key: str) -> torch.Tensor:
+    def full_tensor(self, key: str) -> torch.Tensor:
         """Read a tensor into new memory on the CPU."""
         tensor = self.entries[key].empty()
         self.read_into(key, 0, tensor)
@@ -250,7 +250,7 @@ class Catalogue:
 
     def value(self, saved: Any) -> Any:
         """Rebuild a value of the manifest, with the tensors it refers to."""
-        return join(saved, self.whole)
+        return join(saved, self.full_tensor)
 
 
 def open_catalogue(path: str | os.PathLike[str]) -> Catalogue:

@@ -15,7 +15,7 @@ import io
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,11 @@ class DcpCatalogue(Catalogue):
 
 
 def open_dcp(
-    catalogue: Catalogue, models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], given: Any, allow_pickle: bool
+    catalogue: Catalogue,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Any],
+    renaming: state.Renaming,
+    allow_pickle: bool,
 ) -> DcpCatalogue:
     """Open the directory of ``catalogue``, to load ``models`` and ``optimizers`` (by key prefix)."""
     if not allow_pickle:
@@ -176,12 +180,12 @@ def open_dcp(
         )
     if not isinstance(catalogue.directory, LocalDirectory):
         raise ValueError(f"{catalogue.where}: torch reads its checkpoints from local directories; copy it to one")
-    keys = _Interpreter(catalogue.directory, lambda name: (given and given(name)) or name)
+    interpreter = _Interpreter(catalogue.directory, renaming)
     for i, (prefix, model) in enumerate(models.items()):
-        keys.add_model(prefix, i, model, named=given is not None)
-    keys.add_optimizers(optimizers, state.parameter_names(models))
-    keys.add_others(bool(models))
-    return keys.catalogue
+        interpreter.add_model(prefix, i, model)
+    interpreter.add_optimizers(optimizers, state.parameter_names(models))
+    interpreter.add_others(bool(models))
+    return interpreter.catalogue
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,30 +214,33 @@ class _Leaf:
 
 
 _Tree = dict[tuple[Any, ...], _Leaf]  # leaves by their path below some root
-_Where = tuple[DcpDirectory, str]  # a directory, and the root: what keys in it begin with
+_Place = tuple[DcpDirectory, str]  # a directory, and the root: what keys in it begin with
 _Optimizer = dict[str, dict[str, _Tree]]  # "state" and "param_groups" → a parameter's name, or a number → leaves
 
 
 def _match(
-    roots: Sequence[str],
+    kinds: Sequence[str],  # what it may be called: "model", …
+    prefix: str,  # its key prefix
     number: int,  # at the end of the name of the one that is meant, if several of Accelerate's have the root
-    places: Sequence[_Where],
-) -> _Where | None:
-    """Return the only one with the first root, or else the next one, and so on; or the only one there is."""
-    for root in roots:
-        same = [where for where in places if where[1] == root]
-        numbered = [where for where in same if where[0].directory.name.endswith(f"_{number}")]
+    places: Sequence[_Place],
+) -> _Place | None:
+    """Return the only place with the likeliest root, or else the next one, and so on; or the only one there is."""
+    key = prefix.partition("/")[2]
+    roots = [f"{kinds[0]}.{key}.", f"{kinds[0]}s.{key}.", f"{key}."] if key else []
+    for root in (*roots, *(f"{kind}." for kind in kinds), ""):
+        same = [place for place in places if place[1] == root]
+        numbered = [place for place in same if place[0].directory.name.endswith(f"_{number}")]
         if len(same) == 1 or len(numbered) == 1:
             return (numbered or same)[0]
     return places[0] if len(places) == 1 else None
 
 
 class _Interpreter:
-    """Fills a catalogue; ``given``: a parameter's name in the model → its name, or whole key, in the directory."""
+    """Fills a catalogue; ``renaming``: a parameter's name in the model → its name, or full key, in the directory."""
 
-    def __init__(self, directory: LocalDirectory, given: Callable[[str], str]) -> None:
+    def __init__(self, directory: LocalDirectory, renaming: state.Renaming) -> None:
         self._manifest = Manifest()
-        self._given = given
+        self._renaming = renaming
         self.catalogue = DcpCatalogue(directory, self._manifest.tensors, self._manifest, dcp=True)
         folders = [directory.directory]
         if not directory.exists(".metadata"):
@@ -241,16 +248,19 @@ class _Interpreter:
             in_order = sorted(paths, key=lambda path: (path.name.rpartition("_")[0], len(path.name), path.name))
             folders = [path for path in in_order if (path / ".metadata").is_file()]
         self._leaves = [leaf for folder in folders for leaf in DcpDirectory(folder).leaves()]
-        self._taken: set[_Leaf] = set()
-        self._ours: dict[str, str] = {}  # a parameter's name in the directory → in the model
-        self._values: dict[_Leaf, Any] = {}
+        self._taken: set[_Leaf] = set()  # what belongs to models and optimizers, and so to no entry
+        self._model_name: dict[str, str] = {}  # a parameter's name in the directory → in the model
+        self._values: dict[_Leaf, Any] = {}  # what was unpickled
 
-    def add_model(self, prefix: str, number: int, model: nn.Module, named: bool) -> None:
-        """Add the tensors and extra state of model ``number``; ``named``: the user's names may be whole keys."""
+    def _saved_name(self, name: str) -> str:
+        return (self._renaming and self._renaming(name)) or name
+
+    def add_model(self, prefix: str, number: int, model: nn.Module) -> None:
+        """Add the tensors and extra state of model ``number``."""
         held, extra = state.model_tensors(model)
-        wanted = {self._given(name) for each in held.values() for name in each.names}
-        whole = {leaf.key: leaf for leaf in self._leaves if named and leaf.key in wanted}
-        source, root, owned = self._model_root(prefix, number, wanted, whole)
+        names = {self._saved_name(name) for part in held.values() for name in part.names}
+        by_full_key = {leaf.key: leaf for leaf in self._leaves if self._renaming and leaf.key in names}
+        source, root, leaves = self._model_root(prefix, number, names, by_full_key)
         record: dict[str, Any] = {}
         for name in extra:
             tree = {
@@ -261,40 +271,38 @@ class _Interpreter:
             if tree:
                 record[name] = self._value(tree, f"extra/{prefix}/{name}")
         self._manifest.models[prefix] = {"class": None, "extra": record}
-        for name, leaf in (owned | whole).items():
+        for name, leaf in (leaves | by_full_key).items():
             if leaf.tensor is not None and name not in extra:
                 self._add_tensor(f"{prefix}/{name}", leaf)
-        self._taken.update(owned.values())
+        self._taken.update(leaves.values())
 
     def _model_root(
-        self, prefix: str, number: int, wanted: set[str], whole: dict[str, _Leaf]
+        self, prefix: str, number: int, names: set[str], by_full_key: dict[str, _Leaf]
     ) -> tuple[DcpDirectory, str, dict[str, _Leaf]]:
-        """Return the directory, the root in it, and by name all below it; ``whole``: leaves named by whole keys."""
-        found: dict[_Where, dict[str, _Leaf]] = {}
+        """Return the directory, the root in it, and by name all below it: where most of the model's ``names`` are."""
+        below: dict[_Place, dict[str, _Leaf]] = {}
         for leaf in self._leaves:
             roots = {leaf.key[: len(leaf.key) - len(str(leaf.path[-1]))]}
             if leaf.path == (leaf.key,):  # its path may not have been recorded
                 roots |= {root for root in ("model.", "state_dict.") if leaf.key.startswith(root)}
             for root in roots:
-                found.setdefault((leaf.source, root), {})[leaf.key[len(root) :]] = leaf
-        scores = {where: len(wanted & owned.keys()) for where, owned in found.items()}
+                below.setdefault((leaf.source, root), {})[leaf.key[len(root) :]] = leaf
+        scores = {place: len(names & leaves.keys()) for place, leaves in below.items()}
         best = max(scores.values(), default=0)
-        if not best and whole:
-            return next(iter(whole.values())).source, "", whole
+        if not best and by_full_key:
+            return next(iter(by_full_key.values())).source, "", by_full_key
         if not best:
             keys = [leaf.key for leaf in self._leaves]
             shown = ", ".join(keys[:5]) + (f", and {len(keys) - 5} more" if keys[5:] else "")
             raise ValueError(
                 f"{self.catalogue.where} holds no tensor of {prefix!r}, but {shown}; say with names= what is"
             )
-        candidates = [where for where, score in scores.items() if score == best]
-        key = prefix.partition("/")[2]
-        own_roots = [f"model.{key}.", f"models.{key}.", f"{key}."] if key else []
-        chosen = _match([*own_roots, "model.", ""], number, candidates)
-        if chosen is None:
-            shown = ", ".join(repr(root + next(iter(wanted))) for _, root in candidates)
+        candidates = [place for place, score in scores.items() if score == best]
+        place = _match(["model"], prefix, number, candidates)
+        if place is None:
+            shown = ", ".join(repr(root + next(iter(names))) for _, root in candidates)
             raise ValueError(f"{self.catalogue.where} holds {prefix!r} more than once ({shown}); say with names= which")
-        return (*chosen, found[chosen])
+        return (*place, below[place])
 
     def _add_tensor(self, key: str, leaf: _Leaf) -> None:
         saved = leaf.tensor
@@ -303,25 +311,24 @@ class _Interpreter:
         self.catalogue.entries[key] = TensorEntry([key.partition("/")[2]], list(saved.size), dtype)
         self.catalogue.saved[key] = leaf.source, leaf.key
 
-    def add_optimizers(self, wanted: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
-        """Add the records of ``wanted`` (key prefix → optimizer); ``name_of``: ``id`` of a parameter → its name."""
-        self._ours = {self._given(name): name for name in name_of.values()}
+    def add_optimizers(self, optimizers: Mapping[str, Any], name_of: Mapping[int, str]) -> None:
+        """Add the records of ``optimizers`` (by key prefix); ``name_of``: ``id`` of a parameter → its name."""
+        self._model_name = {self._saved_name(name): name for name in name_of.values()}
         saved = self._saved_optimizers()
-        for i, (prefix, optimizer) in enumerate(wanted.items() if saved else ()):
-            key = prefix.partition("/")[2]
-            roots = [f"optimizer.{key}.", f"optimizers.{key}.", f"{key}."] if key else []
-            where = _match([*roots, "optimizer.", "optim.", ""], i, list(saved))
-            if where is None:
+        for i, (prefix, optimizer) in enumerate(optimizers.items() if saved else ()):
+            place = _match(["optimizer", "optim"], prefix, i, list(saved))
+            if place is None:
                 shown = ", ".join(repr(root) for _, root in saved)
                 raise ValueError(
                     f"{self.catalogue.where} holds several optimizers, {shown}; name the one for {prefix!r} by "
                     "optimizer={name: …}"
                 )
-            own = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-            self._manifest.optimizers[prefix] = self._record(prefix, optimizer, saved[where], own, len(wanted) > 1)
+            members = [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            record = self._record(prefix, optimizer, saved[place], members, partly=len(optimizers) > 1)
+            self._manifest.optimizers[prefix] = record
 
-    def _saved_optimizers(self) -> dict[_Where, _Optimizer]:
-        result: dict[_Where, _Optimizer] = {}
+    def _saved_optimizers(self) -> dict[_Place, _Optimizer]:
+        result: dict[_Place, _Optimizer] = {}
         for leaf in self._leaves:
             match = _OPTIMIZER.match(leaf.key)
             if match is not None and leaf not in self._taken:
@@ -342,7 +349,7 @@ class _Interpreter:
         """Return the longest name of a parameter that a flat key begins with, or a number, or all but the last word."""
         at = len(tail)
         while (at := tail.rfind(".", 0, at)) > 0:
-            if tail[:at] in self._ours:
+            if tail[:at] in self._model_name:
                 return tail[:at]
         return tail.partition(".")[0] if tail.partition(".")[0].isdigit() else tail.rpartition(".")[0]
 
@@ -351,26 +358,26 @@ class _Interpreter:
         prefix: str,
         optimizer: Any,
         saved: _Optimizer,
-        own: list[list[str]],  # names in each of its groups
+        members: list[list[str]],  # names in each of its groups
         partly: bool,  # true if ``saved`` also has parameters of other optimizers
     ) -> dict[str, Any]:
         self._unpickle([leaf for trees in saved.values() for tree in trees.values() for leaf in tree.values()])
-        groups, name_of = self._groups(prefix, saved["param_groups"], own)
-        mine = {name for group in own for name in group}
+        groups, name_of = self._groups(prefix, saved["param_groups"], members)
+        names = {name for group in members for name in group}
         if partly:
-            groups = [group for group in groups if mine & set(group["params"])]
+            groups = [group for group in groups if names & set(group["params"])]
         states = {}
         for key, tree in saved["state"].items():
-            name = name_of.get(key, self._ours.get(key, key))
-            if name in mine or not partly:
+            name = name_of.get(key, self._model_name.get(key, key))
+            if name in names or not partly:
                 states[name] = self._value(tree, f"{prefix}/{name}")
         if name_of:
-            self._check_shapes(optimizer, own, states)
+            self._check_shapes(optimizer, members, states)
         # Neither torch nor those who build on it keep the class.
         return {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
     def _groups(
-        self, prefix: str, trees: Mapping[str, _Tree], own: list[list[str]]
+        self, prefix: str, trees: Mapping[str, _Tree], members: list[list[str]]
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the groups, by names, and number → name, where the state is by number."""
         groups: list[dict[str, Any]] = []
@@ -378,36 +385,36 @@ class _Interpreter:
         values = {key: self._value(tree, f"{prefix}/@groups/{key}") for key, tree in trees.items()}
         for g in sorted(int(key) for key in values if key.isdigit()):
             settings = dict(values[str(g)]["__dict__"])
-            members = list(settings.pop("params", []))
-            if any(isinstance(member, int) for member in members):
-                names = settings.get("param_names") or (own[g] if g < len(own) else [])
-                if len(names) != len(members):
+            saved = list(settings.pop("params", []))
+            if any(isinstance(parameter, int) for parameter in saved):
+                names = settings.get("param_names") or (members[g] if g < len(members) else [])
+                if len(names) != len(saved):
                     raise ValueError(
-                        f"{self.catalogue.where}: group {g} of {prefix!r} has {len(members)} parameters, by number, "
+                        f"{self.catalogue.where}: group {g} of {prefix!r} has {len(saved)} parameters, by number, "
                         f"the optimizer's has {len(names)}; save what torch's get_optimizer_state_dict returns"
                     )
-                name_of |= dict(zip(map(str, members), names, strict=True))
-                members = names
+                name_of |= dict(zip(map(str, saved), names, strict=True))
+                saved = names
             others = [[key, value] for key, value in settings.items()]
-            groups.append({"params": [self._ours.get(n, n) for n in members], "settings": {"__dict__": others}})
-        by_parameter = {self._ours.get(key, key): value for key, value in values.items() if not key.isdigit()}
-        groups += _regrouped(by_parameter, own)
-        return groups, {number: self._ours.get(name, name) for number, name in name_of.items()}
+            groups.append({"params": [self._model_name.get(n, n) for n in saved], "settings": {"__dict__": others}})
+        by_parameter = {self._model_name.get(key, key): value for key, value in values.items() if not key.isdigit()}
+        groups += _regrouped(by_parameter, members)
+        return groups, {number: self._model_name.get(name, name) for number, name in name_of.items()}
 
-    def _check_shapes(self, optimizer: Any, own: list[list[str]], states: Mapping[str, Any]) -> None:
+    def _check_shapes(self, optimizer: Any, members: list[list[str]], states: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` where state by number cannot belong to the parameter at its place."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter, name in zip(parameters, (name for names in own for name in names), strict=True):
+        for parameter, name in zip(parameters, (name for names in members for name in names), strict=True):
             shapes = [self.catalogue.entries[key].shape for key in references(states.get(name))]
-            alike = [shape for shape in shapes if len(shape) == parameter.ndim and parameter.ndim]
+            similar = [shape for shape in shapes if len(shape) == parameter.ndim and parameter.ndim]
             try:
-                fits = not alike or torch.broadcast_shapes(*alike) == parameter.shape
+                fits = not similar or torch.broadcast_shapes(*similar) == parameter.shape
             except RuntimeError:
                 fits = False
             if not fits:
                 raise ValueError(
-                    f"{self.catalogue.where} has state by number, and that of {name!r}, of shape {alike[0]}, is not of "
-                    f"its shape {list(parameter.shape)}; give the optimizer its parameters in the order of the save"
+                    f"{self.catalogue.where} has state by number, and that of {name!r}, of shape {similar[0]}, is not "
+                    f"of its shape {list(parameter.shape)}; give the optimizer its parameters in the order of the save"
                 )
 
     def add_others(self, has_models: bool) -> None:
@@ -433,7 +440,7 @@ class _Interpreter:
                     self._add_tensor(path, leaf)
                     return {"__tensor__": path}
                 inside.setdefault(where[0], []).append((where[1:], leaf))
-            made = {key: build(each, f"{path}/{key}") for key, each in inside.items()}
+            made = {key: build(inner, f"{path}/{key}") for key, inner in inside.items()}
             if made and all(isinstance(key, int) for key in made):
                 return [made[key] for key in sorted(made)]
             return {"__dict__": [[key, value] for key, value in made.items()]}
@@ -447,17 +454,17 @@ class _Interpreter:
             self._values |= {keys[key]: value for key, value in source.values(keys).items()}
 
 
-def _regrouped(of: Mapping[str, Any], own: list[list[str]]) -> list[dict[str, Any]]:
-    """Return the optimizer's own groups, with settings that were saved by parameter."""
+def _regrouped(settings_of: Mapping[str, Any], members: list[list[str]]) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, of ``members``, with settings that were saved by parameter."""
     groups: list[dict[str, Any]] = []
-    for members in own:
+    for names in members:
         begin = len(groups)  # parameters saved with different settings cannot have been one group
-        for name in (name for name in members if name in of):
-            plain = join(of[name], type)  # without the tensors, to compare the rest
-            same = next((one for one in groups[begin:] if join(one["settings"], type) == plain), None)
+        for name in (name for name in names if name in settings_of):
+            plain = join(settings_of[name], type)  # without the tensors, to compare the rest
+            same = next((group for group in groups[begin:] if join(group["settings"], type) == plain), None)
             if same is None:
-                groups.append({"params": [name], "settings": of[name]})
+                groups.append({"params": [name], "settings": settings_of[name]})
             else:
                 same["params"].append(name)
-    left = [name for name in of if not any(name in members for members in own)]
-    return [*groups, {"params": left, "settings": of[left[0]]}] if left else groups
+    left = [name for name in settings_of if not any(name in names for names in members)]
+    return [*groups, {"params": left, "settings": settings_of[left[0]]}] if left else groups

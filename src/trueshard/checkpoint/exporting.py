@@ -83,14 +83,14 @@ def export(
     Raises:
         FileExistsError: something is at ``out`` already.
         FileNotFoundError: no checkpoint is at ``path``.
-        ValueError: it does not have what is asked for, or is damaged; the message names file and tensor.
+        ValueError: it does not have what ``to`` needs, or is damaged; the message names file and tensor.
     """
     if to not in KINDS:
         raise ValueError(f"to={to!r}: it is one of {', '.join(KINDS)}")
     if is_url(out):
         raise ValueError(f"{out}: export writes to local directories; export to one, and copy it")
     source = _source(resolve_latest(path), model)
-    wanted = floating_dtype(dtype)
+    converted_to = floating_dtype(dtype)
     if to in ("adapter", "merged") and not source.adapters:
         raise ValueError(f'{path} has no adapter, so to={to!r} has nothing to write; to="hf" writes the model')
     if to == "hf" and source.adapters:
@@ -100,16 +100,16 @@ def export(
         )
     with _appearing(Path(os.path.abspath(out)), str(out)) as partial:
         if to == "hf":
-            _write_hf(source, partial, wanted)
+            _write_hf(source, partial, converted_to)
         elif to == "safetensors":
-            entries = source.converted(wanted)
+            entries = source.converted(converted_to)
             source.write(partial, entries, {key: source.name(key) for key in entries})
         elif to == "dcp":
-            _write_dcp(source, partial, wanted)
+            _write_dcp(source, partial, converted_to)
         elif to == "adapter":
-            _write_adapters(source, partial, wanted, adapter)
+            _write_adapters(source, partial, converted_to, adapter)
         else:
-            _write_merged(source, partial, wanted, adapter)
+            _write_merged(source, partial, converted_to, adapter)
     return Path(out)
 
 
@@ -155,8 +155,8 @@ class ExportSource:
         """Name of each PEFT adapter ("default" for the one at the top) → its folder."""
         manifest = self.catalogue.manifest
         files = () if manifest is None else manifest.files
-        own = [file for file in files if file.startswith(self.folder) and file.endswith(ADAPTER_CONFIG)]
-        folders = [file.removesuffix(ADAPTER_CONFIG) for file in own]
+        configs = [file for file in files if file.startswith(self.folder) and file.endswith(ADAPTER_CONFIG)]
+        folders = [file.removesuffix(ADAPTER_CONFIG) for file in configs]
         return {folder.removeprefix(self.folder).rstrip("/") or "default": folder for folder in folders}
 
     def adapter_config(self, adapter: str) -> bytes:
@@ -275,7 +275,7 @@ def _write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no other process takes part
         try:
-            # Nothing is copied ahead: a tensor's memory is given up when the next is asked for.
+            # Nothing is copied ahead: a tensor's memory is freed when the next is read.
             writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
             dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of), no_dist=True)
         except dcp.CheckpointException as failed:  # a BaseException
@@ -297,7 +297,7 @@ class _FromFiles(dcp.DefaultSavePlanner):
         if self._before is not None:
             self._before.untyped_storage().resize_(0)
         self._source.check(key)
-        self._before = self._source.catalogue.whole(key).to(write_item.tensor_data.properties.dtype)
+        self._before = self._source.catalogue.full_tensor(key).to(write_item.tensor_data.properties.dtype)
         return self._before
 
 
@@ -410,8 +410,8 @@ def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     import peft
     from transformers import AutoConfig
 
-    known = {match[1] for key in source.keys if (match := _ADAPTER_IN_NAME.search(source.name(key)))}
-    only = "default" if not known or "default" in known else min(known)  # its name in the model's names of tensors
+    saved = {match[1] for key in source.keys if (match := _ADAPTER_IN_NAME.search(source.name(key)))}
+    only = "default" if not saved or "default" in saved else min(saved)  # its name in the model's names of tensors
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Path(scratch, "config.json").write_bytes(described)
@@ -449,22 +449,22 @@ def _fill(model: Any, source: ExportSource, checked: Callable[[str], bool]) -> N
     key_of = {name: key for key in source.keys for name in catalogue.entries[key].names}
     held, _ = state.model_tensors(model)
     targets: dict[int, str] = {}
-    for name, each in held.items():
-        key = next((key_of[known] for known in each.names if known in key_of), None)
-        if key is None or catalogue.entries[key].shape != list(each.tensor.shape):
+    for name, part in held.items():
+        key = next((key_of[alias] for alias in part.names if alias in key_of), None)
+        if key is None or catalogue.entries[key].shape != list(part.tensor.shape):
             raise _OtherModel(
-                f"{catalogue.where} has no {name!r} of shape {list(each.tensor.shape)}, which a model of its "
+                f"{catalogue.where} has no {name!r} of shape {list(part.tensor.shape)}, which a model of its "
                 f"configuration has.{names.nearest(name, key_of)} Load it into the model that was saved, and use "
                 "PEFT's own functions"
             )
-        each.tensor.data = each.tensor.data.to(dtype_of(catalogue.entries[key].dtype))
-        targets[id(each.tensor)] = key
+        part.tensor.data = part.tensor.data.to(dtype_of(catalogue.entries[key].dtype))
+        targets[id(part.tensor)] = key
     if left := uncomputable(model, set(targets)):
         raise ValueError(f"{catalogue.where}: nothing computes {left[0]!r}, which no checkpoint has")
     with torch.no_grad():
         filled = materialise(model, catalogue, targets)
-        for each in held.values():
-            if id(each.tensor) not in filled:
-                catalogue.fill(targets[id(each.tensor)], each.tensor)
+        for part in held.values():
+            if id(part.tensor) not in filled:
+                catalogue.fill(targets[id(part.tensor)], part.tensor)
     for key in filter(checked, targets.values()):
         source.check(key)

@@ -51,10 +51,10 @@ def find_dtype(name: object) -> torch.dtype | None:
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that the option ``dtype`` names, or None; raise ``ValueError`` unless it is floating-point."""
-    wanted = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
-    if dtype is not None and not (wanted is not None and wanted.is_floating_point):
+    result = dtype if isinstance(dtype, torch.dtype) else find_dtype(dtype)
+    if dtype is not None and not (result is not None and result.is_floating_point):
         raise ValueError(f"dtype={dtype!r}: it is a floating-point dtype, such as bfloat16, float16 or float32")
-    return wanted
+    return result
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -110,7 +110,7 @@ def make_header(entries: Mapping[str, TensorEntry], *, marked: bool) -> tuple[by
     ranges: dict[str, tuple[int, int]] = {}
     at = 0
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(_MARK if marked else {})}}
-    for key, entry in sorted(entries.items(), key=lambda each: -each[1].itemsize):  # so that all are aligned
+    for key, entry in sorted(entries.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
         code, shape = _CODES.get(entry.dtype), list(entry.shape)
         if code is None:  # unknown to safetensors: stored as bytes
             code, shape = "U8", [*shape, entry.itemsize]
@@ -136,12 +136,12 @@ def header_length(first: bytes, size: int, where: str) -> int:
 def parse_header(header: bytes, size: int, file: str, where: str) -> dict[str, TensorEntry]:
     """Read the tensors of ``file``, of ``size`` bytes, by key; ``where``: its path, for messages."""
     entries: dict[str, TensorEntry] = {}
-    for key, each in parse_json(header[8:], f"{where} (its header)").items():
+    for key, record in parse_json(header[8:], f"{where} (its header)").items():
         if key == "__metadata__":
             continue
-        known: Any = each if isinstance(each, dict) else {}
-        shape, offsets, code = (known.get(name) for name in _HEADER)
-        if any(_misfits(each, _HEADER, "")) or len(offsets) != 2:
+        fields_of: Any = record if isinstance(record, dict) else {}
+        shape, offsets, code = (fields_of.get(name) for name in _HEADER)
+        if any(_misfits(record, _HEADER, "")) or len(offsets) != 2:
             raise ValueError(f"{where} is damaged: {key!r} has shape {shape!r}, dtype {code!r}, range {offsets!r}")
         if code not in _NAMES:
             raise ValueError(f"{where}: {key!r} has dtype {code}, which this version does not know")
@@ -162,7 +162,7 @@ def is_marked(header: bytes) -> bool:
 
 def check_ranges(pieces: Mapping[str, Piece], start: int, size: int, where: str) -> None:
     """Raise ``ValueError`` unless ``pieces`` fill a file exactly, from byte ``start`` to ``size``."""
-    ordered = sorted(pieces.items(), key=lambda each: (each[1].begin, each[1].end))
+    ordered = sorted(pieces.items(), key=lambda item: (item[1].begin, item[1].end))
     for key, piece in ordered:
         if piece.end > size:
             raise ValueError(
@@ -259,8 +259,8 @@ class Manifest:
             shape = self.tensors["rng"].shape if "rng" in self.tensors else []
             if shape[1:] != [sum(size for _, size in parts)] or rank >= shape[0]:
                 raise ValueError(f"{where} is damaged: the random state of rank {rank} is {str(parts)[:80]!r}")
-        for file, each in pieces.items():
-            check_ranges(each, self.files[file].header or 0, self.files[file].size, f"{where}: {file}")
+        for file, inside in pieces.items():
+            check_ranges(inside, self.files[file].header or 0, self.files[file].size, f"{where}: {file}")
 
 
 def check_name(name: str, where: str) -> None:
@@ -286,10 +286,10 @@ def split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         for key in value:
             if not isinstance(key, (str, int)):
                 raise TypeError(f"{path}: the key {key!r} is neither a string nor an integer")
-        pairs = [[key, split(each, f"{path}/{str(key).replace('/', '|')}", tensors)] for key, each in value.items()]
+        pairs = [[key, split(inner, f"{path}/{str(key).replace('/', '|')}", tensors)] for key, inner in value.items()]
         return {"__dict__": pairs}
     if isinstance(value, (tuple, list)) or type(value).__name__ == "deque":
-        items = [split(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
+        items = [split(inner, f"{path}/{i}", tensors) for i, inner in enumerate(value)]
         return {"__tuple__": items} if isinstance(value, tuple) else items
     if _is_plain(value):
         return value
@@ -308,10 +308,10 @@ def join(value: Any, tensor_of: Callable[[str], Any]) -> Any:
         if "__dtype__" in value:
             return dtype_of(value["__dtype__"])
         if "__tuple__" in value:
-            return tuple(join(each, tensor_of) for each in value["__tuple__"])
+            return tuple(join(inner, tensor_of) for inner in value["__tuple__"])
         if "__dict__" in value:
-            return {key: join(each, tensor_of) for key, each in value["__dict__"]}
-    return [join(each, tensor_of) for each in value] if isinstance(value, list) else value
+            return {key: join(inner, tensor_of) for key, inner in value["__dict__"]}
+    return [join(inner, tensor_of) for inner in value] if isinstance(value, list) else value
 
 
 def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
@@ -325,8 +325,8 @@ def located(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         inside = enumerate(value["__tuple__"])
     elif isinstance(value, dict):
         inside = value["__dict__"] if "__dict__" in value else value.items()
-    for key, each in inside:
-        yield from located(each, (*path, key))
+    for key, inner in inside:
+        yield from located(inner, (*path, key))
 
 
 def references(value: Any) -> Iterator[str]:
@@ -334,12 +334,20 @@ def references(value: Any) -> Iterator[str]:
     return (key for _, key in located(value))
 
 
+def with_wrapped(optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest's records of optimizers and of those that they wrap, by key: ``optimizer/@1`` is wrapped."""
+    result: dict[str, Any] = {}
+    for key, record in optimizers.items():
+        result |= {key: record} | {f"{key}/@{place}": inner for place, inner in record.get("wrapped", {}).items()}
+    return result
+
+
 # Forms: what each value of the file may be. A tuple of types; a predicate; [form of each item]; or {key: form}, where
 # "*" stands for any key, and a key that ends in "?" may be absent.
 
 
 def _made(cls: type, table: Mapping[str, Any]) -> Any:
-    return cls(**{each.name: table[each.name] for each in fields(cls)})
+    return cls(**{member.name: table[member.name] for member in fields(cls)})
 
 
 def _misfits(value: Any, form: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -355,13 +363,13 @@ def _misfits(value: Any, form: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not good:
         yield path, value
     elif isinstance(form, list):
-        for i, each in enumerate(value):
-            yield from _misfits(each, form[0], f"{path}/{i}")
+        for i, inner in enumerate(value):
+            yield from _misfits(inner, form[0], f"{path}/{i}")
     elif isinstance(form, dict):
-        for key, each in form.items():
+        for key, form_inside in form.items():
             name = key.rstrip("?")
             for inside in value if key == "*" else [name] if name in value else []:
-                yield from _misfits(value[inside], each, f"{path}/{inside}".lstrip("/"))
+                yield from _misfits(value[inside], form_inside, f"{path}/{inside}".lstrip("/"))
 
 
 def _is_plain(value: Any) -> bool:

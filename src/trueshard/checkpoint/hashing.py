@@ -56,14 +56,8 @@ def state_hash(model: Any = None, optimizer: Any = None) -> StateHash:
         model: a module, sharded or not, or a dict of several.
         optimizer: an optimizer of their parameters, or a dict of several.
     """
-    hashes = hash_together(*_tensors_and_group(model, optimizer), "the state was not hashed")
-    return StateHash(sorted(hashes.items()))
-
-
-def _tensors_and_group(model: Any, optimizer: Any) -> tuple[dict[str, torch.Tensor], RankGroup]:
-    models, optimizers = state.by_prefix(model, optimizer)
-    group = RankGroup(state.parameters_of(model), stages=state.is_stage(model))
-    return state.collect(models, optimizers, {}, None)[0], group
+    tensors, _ = state.collect(*state.by_prefix(model, optimizer), {}, None)
+    return StateHash(sorted(hash_together(tensors, state.group_of(model), "the state was not hashed").items()))
 
 
 def hash_together(tensors: Mapping[str, torch.Tensor], group: RankGroup, failed: str) -> dict[str, str]:
@@ -130,8 +124,8 @@ def _indices(
         return
     places = torch.zeros((), dtype=torch.int64, device=device)
     for runs, stride in zip(region, strides, strict=True):
-        own = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
-        places = places.unsqueeze(-1) + own * stride
+        indices = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
+        places = places.unsqueeze(-1) + indices * stride
     places = (places.unsqueeze(-1) + torch.arange(width, device=device)).reshape(-1)
     for begin in range(0, places.numel(), _CHUNK):
         yield begin, places[begin : begin + _CHUNK]
@@ -172,7 +166,8 @@ def check_replicas(model: Any = None, optimizer: Any = None) -> None:
     Raises:
         ReplicasDiffer: on every rank; names the first tensor, and the ranks that differ from most.
     """
-    tensors, group = _tensors_and_group(model, optimizer)
+    tensors, _ = state.collect(*state.by_prefix(model, optimizer), {}, None)
+    group, failed = state.group_of(model), "the replicas were not compared"
     held = {key: (region_of(tensor), hash_here(tensor)) for key, tensor in tensors.items()}
     # One sum for each place along the dimensions that cut: ranks at one place hold the same.
     sums: dict[tuple[int, ...], int] = {}
@@ -181,18 +176,17 @@ def check_replicas(model: Any = None, optimizer: Any = None) -> None:
         cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
         place = tuple(tensor.device_mesh.get_local_rank(dim) for dim in cut) if isinstance(tensor, DTensor) else ()
         sums[place] = (sums.get(place, 0) + held[key][1]) & _MASK
-    failed = "the replicas were not compared"
-    seen: dict[tuple[int, ...], int] = {}
+    first: dict[tuple[int, ...], int] = {}
     # Unequal, too, where owners hold state that others do not: the names below tell.
-    told = [item for theirs in group.attempt(failed, lambda: sums) for item in theirs.items()]
-    if all(seen.setdefault(place, value) == value for place, value in told):
+    everywhere = [item for sums_there in group.attempt(failed, lambda: sums) for item in sums_there.items()]
+    if all(first.setdefault(place, value) == value for place, value in everywhere):
         return
     everyone = group.attempt(failed, lambda: held)
-    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+    for key in dict.fromkeys(key for held_there in everyone for key in held_there):
         by_region: dict[Region, dict[int, list[int]]] = {}
-        for rank, theirs in enumerate(everyone):
-            if key in theirs:
-                region, value = theirs[key]
+        for rank, held_there in enumerate(everyone):
+            if key in held_there:
+                region, value = held_there[key]
                 by_region.setdefault(region, {}).setdefault(value, []).append(rank)
         for region, holders in by_region.items():
             if len(holders) > 1:

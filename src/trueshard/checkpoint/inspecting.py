@@ -10,13 +10,13 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from trueshard.checkpoint import hashing
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
-from trueshard.checkpoint.format import MANIFEST, TensorEntry, crc32, is_marked, join
+from trueshard.checkpoint.format import MANIFEST, Manifest, TensorEntry, crc32, is_marked, join, with_wrapped
 from trueshard.text import size, table
 
 
@@ -67,8 +67,8 @@ class Inspected:
         """Return bytes by part (model, optimizer, …) and dtype."""
         result: dict[str, dict[str, int]] = {}
         for tensor in self.tensors:
-            of = result.setdefault(_part(tensor.key), {})
-            of[tensor.dtype] = of.get(tensor.dtype, 0) + tensor.bytes
+            by_dtype = result.setdefault(_part(tensor.key), {})
+            by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.bytes
         return result
 
     def to_json(self) -> str:
@@ -186,8 +186,7 @@ def _inspected(catalogue: Catalogue) -> Inspected:
     classes = {prefix: record.get("class") for prefix, record in manifest.models.items() if record.get("class")}
     about = {"format": manifest.format, **manifest.about, **classes}
     more = {key: _readable(value, catalogue) for key, value in manifest.more.items()}
-    optimizers = list(_optimizers(manifest.optimizers, catalogue))
-    return Inspected(catalogue.where, about, _step(more), tensors, optimizers, more)
+    return Inspected(catalogue.where, about, _step(more), tensors, _optimizers(manifest, catalogue), more)
 
 
 def _readable(value: Any, catalogue: Catalogue) -> Any:
@@ -207,20 +206,19 @@ def _step(value: Any) -> int | None:
     return next((step for inner in value.values() if (step := _step(inner)) is not None), None)
 
 
-def _optimizers(records: Mapping[str, Any], catalogue: Catalogue) -> Iterator[OptimizerFound]:
-    """Yield optimizers, each followed by those that it wraps."""
+def _optimizers(manifest: Manifest, catalogue: Catalogue) -> list[OptimizerFound]:
     models = {key: entry for key, entry in catalogue.entries.items() if key.startswith("model/")}
     elements = {key.partition("/")[2]: math.prod(entry.shape) for key, entry in models.items()}
-    for prefix, record in records.items():
+    result = []
+    for key, record in with_wrapped(manifest.optimizers).items():
         groups = []
         for group in record["groups"]:
             count = sum(elements.get(name, 0) for name in group["params"])
             groups.append(GroupFound(_readable(group["settings"], catalogue), group["params"], count))
         members = [name for group in groups for name in group.parameters]
         having, without = ([name for name in members if (name in record["state"]) is has] for has in (True, False))
-        yield OptimizerFound(prefix, record["class"], groups, having, without)
-        wrapped = {f"{prefix}/@{place}": inner for place, inner in record.get("wrapped", {}).items()}
-        yield from _optimizers(wrapped, catalogue)
+        result.append(OptimizerFound(key, record["class"], groups, having, without))
+    return result
 
 
 def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspected, read: bool) -> Compared:
@@ -230,7 +228,7 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
         for source in (first, second)
     )
     shared = {key: (first.entries[before[key]], second.entries[after[key]]) for key in before if key in after}
-    facts = [_facts(each, shared) if first.manifest and second.manifest else {} for each in (one, other)]
+    facts = [_facts(content, shared) if first.manifest and second.manifest else {} for content in (one, other)]
     kinds = {key: (_dtype_and_shape(a), _dtype_and_shape(b)) for key, (a, b) in shared.items()}
     changed = {key: (a, b) for key, (a, b) in kinds.items() if a != b}
     same = [key for key in shared if key not in changed]
@@ -253,7 +251,7 @@ def _compared(first: Catalogue, one: Inspected, second: Catalogue, other: Inspec
     )
 
 
-def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:
+def _facts(content: Inspected, shared: Collection[str]) -> dict[str, Any]:
     """Return all that is compared besides values, by path; ``shared``: keys of the tensors that both have."""
     facts: dict[str, Any] = {}
 
@@ -264,18 +262,18 @@ def _facts(found: Inspected, shared: Collection[str]) -> dict[str, Any]:
             else:
                 facts[f"{path}{key}"] = inner
 
-    for optimizer in found.optimizers:
+    for optimizer in content.optimizers:
         facts[f"{optimizer.key}: class"] = optimizer.kind
         facts[f"{optimizer.key}: without state"] = optimizer.without_state
         for g, group in enumerate(optimizer.groups):
             facts[f"{optimizer.key}: group {g}: parameters"] = group.parameters
             flatten(group.settings, f"{optimizer.key}: group {g}: ")
-    flatten(found.more, "")
-    for tensor in found.tensors:
+    flatten(content.more, "")
+    for tensor in content.tensors:
         if tensor.trainable is not None and tensor.key in shared:
             facts[f"{tensor.key}: trainable"] = tensor.trainable
             facts[f"{tensor.key}: names"] = tensor.names
-    return facts | {f"about: {key}": value for key, value in found.about.items() if key != "written"}
+    return facts | {f"about: {key}": value for key, value in content.about.items() if key != "written"}
 
 
 def _part(key: str) -> str:
@@ -348,7 +346,7 @@ def check(path: str | os.PathLike[str]) -> Checked:
             problems.append(f"tensor {key!r} in {', '.join(entry.files)} does not have the bytes that were saved")
     if manifest is not None and not problems:
         for key, expected in manifest.about.get("hashes", {}).items():
-            tensor = catalogue.whole(key)
+            tensor = catalogue.full_tensor(key)
             if hashing.written(f"{tuple(tensor.shape)} {tensor.dtype}", hashing.hash_here(tensor)) != expected:
                 problems.append(f"tensor {key!r} has other values than those in memory when it was saved")
     if manifest is None and any(is_marked(directory.header(file)) for file in files):
@@ -365,11 +363,11 @@ def _exchanged(catalogue: Catalogue, files: set[str]) -> list[str]:
     """Return a problem for each tensor whose place belongs to another one by the file's own header."""
     name_at = {tensor.pieces[0]: name for file in files for name, tensor in catalogue.directory.tensors(file).items()}
     usual = {key: {key, key.partition("/")[2], *entry.names} for key, entry in catalogue.entries.items()}
-    known = {name for names in usual.values() for name in names}
+    all_names = {name for names in usual.values() for name in names}
     problems = []
     for key, entry in catalogue.entries.items():
         for piece in entry.pieces:
             name = name_at.get(piece)
-            if piece.begin != piece.end and name not in usual[key] and (name is None or name in known):
+            if piece.begin != piece.end and name not in usual[key] and (name is None or name in all_names):
                 problems.append(f"tensor {key!r} is not where the manifest says: {piece.file} has {name!r} there")
     return problems

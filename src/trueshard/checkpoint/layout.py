@@ -72,26 +72,26 @@ def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
 
     tensors = dict(peft.state_dict(keep_vars=True))
     name_of = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, FileKey] = {}
+    result: dict[str, FileKey] = {}
     for adapter in peft.peft_config:
-        own = get_peft_model_state_dict(
+        saved = get_peft_model_state_dict(
             peft, state_dict=dict(tensors), adapter_name=adapter, save_embedding_layers=False
         )
-        for key, tensor in own.items():
+        for key, tensor in saved.items():
             name = name_of.get(id(tensor))
             if key == "prompt_embeddings" and name is None:  # a copy of this one, unless it is computed
                 name = f"prompt_encoder.{adapter}.embedding.weight"
                 if name not in tensors or peft.peft_config[adapter].peft_type != "PROMPT_TUNING":
                     continue
             if name is not None:
-                found[name] = FileKey(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
+                result[name] = FileKey(f"{folder}{adapter_folder(peft, adapter)}", "adapter_model", key)
     prompted = any(config.is_prompt_learning for config in peft.peft_config.values())
     for name in tensors:
-        if name not in found:
+        if name not in result:
             base = name.removeprefix("base_model." if prompted else "base_model.model.")
             base = base.replace(".base_layer.", ".").replace(".original_module.", ".")
-            found[name] = FileKey(f"{folder}{BASE}", "model", base)
-    return found if len(set(found.values())) == len(found) else None
+            result[name] = FileKey(f"{folder}{BASE}", "model", base)
+    return result if len(set(result.values())) == len(result) else None
 
 
 def refuse_adapters(models: Mapping[str, nn.Module]) -> None:
@@ -171,21 +171,20 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
     folder = ""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         base = module.get_base_model()
-        for adapter, own in module.peft_config.items():
-            copied = copy.deepcopy(own)
-            copied.inference_mode = True  # as PEFT itself saves it, like the mapping below
-            started = str(getattr(copied, "init_lora_weights", "")).lower()
-            if not copied.base_model_name_or_path or started.startswith(_CHANGES_BASE):
-                copied.base_model_name_or_path = base_path
+        for adapter, saved in module.peft_config.items():
+            config = copy.deepcopy(saved)
+            config.inference_mode = True  # as PEFT itself saves it, like the mapping below
+            started = str(getattr(config, "init_lora_weights", "")).lower()
+            if not config.base_model_name_or_path or started.startswith(_CHANGES_BASE):
+                config.base_model_name_or_path = base_path
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-            save = functools.partial(copied.save_pretrained, auto_mapping_dict=None if copied.task_type else mapping)
+            save = functools.partial(config.save_pretrained, auto_mapping_dict=None if config.task_type else mapping)
             result.append((adapter_folder(module, adapter), save))
         module, folder = base, BASE
-    config: Any = getattr(module, "config", None)
-    if not hasattr(config, "save_pretrained"):
+    if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return result
-    copied = copy.deepcopy(config)
+    copied = copy.deepcopy(module.config)
     if hasattr(module, "save_pretrained"):  # not a stage of a pipeline, say
         copied.architectures = [_torch.own_class(module).__name__]
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
@@ -206,15 +205,15 @@ class Naming:
     """The names of one model's tensors in a catalogue."""
 
     prefix: str  # of the model's keys
-    given: Callable[[str], str | None] | None = None  # the user's mapping
+    renaming: state.Renaming = None  # the user's mapping
     table: dict[str, str] = field(default_factory=dict)  # name → key, where they differ
     may_lack: Callable[[str], bool] = lambda name: False  # true for the name of a tensor that the files need not have
     _name_of: dict[str, str] = field(default_factory=dict)
 
     def key(self, name: str, tied: str | None = None) -> str:
         """Return the key of the model's tensor ``name``; ``tied``: what ``tie_over`` calls it."""
-        own = tied or (self.given(name) if self.given is not None else None)
-        key = self.prefix + (own or self.table.get(name, name))
+        renamed = tied or (self.renaming(name) if self.renaming is not None else None)
+        key = self.prefix + (renamed or self.table.get(name, name))
         self._name_of[key] = name
         return key
 
@@ -222,49 +221,52 @@ class Naming:
         return self._name_of.get(key, key.removeprefix(self.prefix))
 
 
-def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, given: Any) -> Naming:
+def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, renaming: state.Renaming) -> Naming:
     """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has."""
     if catalogue.manifest is not None:
-        return Naming(f"{prefix}/", given)
-    own = names.unwrap(module)
+        return Naming(f"{prefix}/", renaming)
+    unwrapped = names.unwrap(module)
     if not catalogue.adapter:
-        return Naming("", given, _hub_names(module, catalogue), may_lack=_ignored(own, "missing"))
-    adapters = getattr(own, "peft_config", {})
+        return Naming("", renaming, _hub_names(module, catalogue), may_lack=_ignored(unwrapped, "missing"))
+    adapters = getattr(unwrapped, "peft_config", {})
     if len(adapters) != 1:
         raise ValueError(f"an adapter is loaded into a PEFT model with one adapter, not with {len(adapters)}")
     # PEFT stores changed embeddings of the base under the names that they have.
     keys = adapted_keys(module, "") or {}
     table = {name: key.key if key.stem == "adapter_model" else name for name, key in keys.items()}
-    return Naming("", given, table, may_lack=lambda name: True)
+    return Naming("", renaming, table, may_lack=lambda name: True)
 
 
 def _hub_names(module: nn.Module, catalogue: Catalogue) -> dict[str, str]:
     """Translate ``catalogue`` for a model of transformers; return name → key for the base of a PEFT model."""
-    own: Any = names.unwrap(module)
+    model: Any = names.unwrap(module)
     held, _ = state.model_tensors(module)
-    tensors = {name: each.tensor for each in held.values() for name in each.names}
+    tensors = {name: part.tensor for part in held.values() for name in part.names}
     keys = adapted_keys(module, "")
     if keys is not None:
         tensors = {keys[name].key: tensor for name, tensor in tensors.items() if keys[name].stem == "model"}
-        own = own.get_base_model()
-    if hasattr(own, "config") and isinstance(getattr(own, "base_model_prefix", None), str):  # of transformers
-        found = {id(tensor) for name, tensor in tensors.items() if name in catalogue.entries}
-        if any(id(tensor) not in found for tensor in tensors.values()):
-            _translate(own, tensors, catalogue)
-        ignored = _ignored(own, "unexpected")
+        model = model.get_base_model()
+    if hasattr(model, "config") and isinstance(getattr(model, "base_model_prefix", None), str):  # of transformers
+        in_files = {id(tensor) for name, tensor in tensors.items() if name in catalogue.entries}
+        if any(id(tensor) not in in_files for tensor in tensors.values()):
+            _translate(model, tensors, catalogue)
+        ignored = _ignored(model, "unexpected")
         for key in [key for key in catalogue.entries if key not in tensors and ignored(key)]:
             del catalogue.entries[key]
-    return {name: each.key for name, each in (keys or {}).items() if each.key in catalogue.entries}
+    return {name: place.key for name, place in (keys or {}).items() if place.key in catalogue.entries}
 
 
 def _ignored(module: Any, kind: str) -> Callable[[str], bool]:
     """Return whether transformers ignores a name that is ``kind``: "missing" or "unexpected"."""
-    found = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
-    return lambda name: any(re.search(pattern, name) for pattern in found)
+    patterns = getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
-def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catalogue) -> None:
-    """Rename and merge the entries of ``catalogue``, in place, as transformers' table for ``module`` says."""
+def _translate(module: Any, tensors: Mapping[str, torch.Tensor], catalogue: Catalogue) -> None:
+    """Rename and merge the entries of ``catalogue``, in place, as transformers' table for ``module`` says.
+
+    ``tensors``: those of ``module``, by all their names.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # this version has no tables
@@ -273,23 +275,23 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
 
     with _own_classes(module):
         table = list(get_model_conversion_mapping(module))
-    renamings = [each for each in table if isinstance(each, WeightRenaming)]
-    converters = [each for each in table if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix, own = str(module.base_model_prefix), dict(wanted)
-    found: dict[str, TensorEntry] = {}
+    renamings = [rule for rule in table if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in table if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, state_dict = str(module.base_model_prefix), dict(tensors)
+    result: dict[str, TensorEntry] = {}
     groups: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     for key in sorted(catalogue.entries, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in wanted and key in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state_dict)
+        if name not in tensors and key in tensors:
             name, pattern = key, None
-        if pattern is None or name not in wanted:
-            found[name if name in wanted else key] = catalogue.entries[key]
+        if pattern is None or name not in tensors:
+            result[name if name in tensors else key] = catalogue.entries[key]
         else:
             groups.setdefault(name, (of_pattern[pattern], {}))[1].setdefault(pattern, []).append(key)
     for name, (converter, sources) in groups.items():
         try:
-            found |= _converted(converter, name, sources, wanted, module.config, catalogue)
+            result |= _converted(converter, name, sources, tensors, module.config, catalogue)
         except Exception as error:  # whatever the table's operations raise on what they are not made for
             operations = ", ".join(type(operation).__name__ for operation in converter.operations)
             raise ValueError(
@@ -297,20 +299,20 @@ def _translate(module: Any, wanted: Mapping[str, torch.Tensor], catalogue: Catal
                 f"({error}); load it with from_pretrained() once, and save it with trueshard.save()"
             ) from error
     catalogue.entries.clear()
-    catalogue.entries.update(found)
+    catalogue.entries.update(result)
 
 
 @contextlib.contextmanager
 def _own_classes(module: Any) -> Iterator[None]:
     """Inside, give modules the classes from before sharding, by whose names transformers' tables go."""
-    changed = [(each, type(each)) for each in module.modules() if _torch.own_class(each) is not type(each)]
+    changed = [(part, type(part)) for part in module.modules() if _torch.own_class(part) is not type(part)]
     try:
-        for each, _ in changed:
-            each.__class__ = _torch.own_class(each)
+        for part, _ in changed:
+            part.__class__ = _torch.own_class(part)
         yield
     finally:
-        for each, kind in changed:
-            each.__class__ = kind
+        for part, kind in changed:
+            part.__class__ = kind
 
 
 def as_published(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -335,7 +337,7 @@ def _converted(
     converter: Any,
     name: str,  # of the first target
     sources: Mapping[str, list[str]],  # pattern → keys
-    wanted: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],  # the model's
     config: Any,
     catalogue: Catalogue,
 ) -> dict[str, TensorEntry]:
@@ -349,28 +351,27 @@ def _converted(
         shape = _halved(catalogue.entries[key].shape)
         values.setdefault(pattern, []).append(torch.arange(starts[-1], starts[-1] + math.prod(shape)).view(shape))
         starts.append(starts[-1] + math.prod(shape) + 1)  # a gap, so that no run spans two sources
-    asked_for_shapes = SimpleNamespace(
-        get_parameter=lambda name: torch.empty(_halved(wanted[name].shape), device="meta")
-    )
-    every = torch.cat([each.flatten() for several in values.values() for each in several])
+    # All that operations read of the model is the shapes of parameters.
+    shapes = SimpleNamespace(get_parameter=lambda name: torch.empty(_halved(tensors[name].shape), device="meta"))
+    numbers = torch.cat([value.flatten() for several in values.values() for value in several])
     for operation in converter.operations:
         values = operation.convert(
             values,
             source_patterns=list(converter.source_patterns),
             target_patterns=list(converter.target_patterns),
             full_layer_name=name,
-            model=asked_for_shapes,
+            model=shapes,
             config=config,
             missing_keys=None,
         )
     made: dict[str, torch.Tensor] = {
         key: value[0] if isinstance(value, list) else value for key, value in values.items()
     }
-    if not torch.equal(torch.cat([each.flatten() for each in made.values()]).sort().values, every):
+    if not torch.equal(torch.cat([value.flatten() for value in made.values()]).sort().values, numbers):
         raise ValueError("values change")
-    own = name.replace("*.", "0.")
-    before, _, after = next((own.partition(key) for key in made if key in own), ("", "", ""))
-    return {before + key + after: _entry_of(each, starts, keys, catalogue) for key, each in made.items()}
+    target = name.replace("*.", "0.")
+    before, _, after = next((target.partition(key) for key in made if key in target), ("", "", ""))
+    return {before + key + after: _entry_of(value, starts, keys, catalogue) for key, value in made.items()}
 
 
 def _entry_of(numbers: torch.Tensor, starts: list[int], keys: list[str], catalogue: Catalogue) -> TensorEntry:
@@ -384,7 +385,7 @@ def _entry_of(numbers: torch.Tensor, starts: list[int], keys: list[str], catalog
         i = bisect_right(starts, first) - 1
         entry, begin, total = catalogue.entries[keys[i]], first - starts[i], starts[i + 1] - starts[i] - 1
         if len(entry.shape) > 1 and (begin % 2 or count % 2):
-            raise ValueError("rows are taken apart")
+            raise ValueError("rows are split")
         ends = begin * entry.nbytes // total, (begin + count) * entry.nbytes // total
         pieces += (piece for piece, _ in catalogue.ranges(keys[i], *ends))
     if len(entry.shape) > 1:

@@ -30,11 +30,12 @@ from trueshard.checkpoint.format import (
     join,
     located,
     references,
+    with_wrapped,
 )
 from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
-from trueshard.checkpoint.process_group import RankGroup, check_alike
-from trueshard.checkpoint.saving import Saving
+from trueshard.checkpoint.process_group import RankGroup, check_equal
+from trueshard.checkpoint.saving import background
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
@@ -87,12 +88,11 @@ def load(
         ValueError: it is damaged, or of another model; the message names tensors and files.
         RuntimeError: another rank failed, or did not call ``load``.
     """
-    Saving.wait_for_running()
+    background.wait()
     options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
     with timed(f"load of {path}"):
-        given = names.get if isinstance(names, Mapping) else names
-        group = RankGroup(state.parameters_of(model), stages=state.is_stage(model))
-        return LoadJob(group, options, given, more).run(path, model, optimizer)
+        renaming = names.get if isinstance(names, Mapping) else names
+        return LoadJob(state.group_of(model), options, renaming, more).run(path, model, optimizer)
 
 
 class Found(dict[str, Any]):
@@ -111,23 +111,25 @@ class Found(dict[str, Any]):
 
 
 class LoadJob:
-    """One load; ``options``, ``names``, ``more``: arguments of ``load``."""
+    """One load; ``options``, ``renaming``, ``more``: arguments of ``load``."""
 
-    def __init__(self, group: RankGroup, options: dict[str, bool], names: Any, more: Mapping[str, Any]) -> None:
-        self._group, self._options, self._names, self._more = group, options, names, more
+    def __init__(
+        self, group: RankGroup, options: dict[str, bool], renaming: state.Renaming, more: Mapping[str, Any]
+    ) -> None:
+        self._group, self._options, self._renaming, self._more = group, options, renaming, more
         self._targets: list[tuple[str, torch.Tensor]] = []  # (key in the catalogue, the model's tensor that it fills)
-        self._filled: set[int] = set()  # ``id`` of those that are filled
+        self._filled: set[int] = set()  # ``id`` of those that ``materialise`` has given their values
         self._loads: list[OptimizerLoad] = []
         self._misfits: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
         """Kind of misfit → name → text; "new" is no error."""
-        self._found = Found()
+        self._result = Found()
 
     def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:
         """Check and verify, which changes nothing, then load. Collective."""
         attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
         everyone = attempt(lambda: self._open(path, model, optimizer))
-        check_alike("load()", [told[:3] for told in everyone])
-        if self._staged:  # unexpected is what no stage uses
+        check_equal("load()", [arguments[:3] for arguments in everyone])
+        if self._group.staged:  # unexpected is what no stage uses
             unused = [names for *_, names in everyone]
             in_all = {name: text for name, text in unused[0].items() if all(name in names for names in unused)}
             self._misfits["unexpected"] = in_all
@@ -139,12 +141,12 @@ class LoadJob:
         attempt(self._apply)
         if self._options["verify"] and (saved := self._manifest.about.get("hashes")):
             self._compare(path, saved)
-        return self._found
+        return self._result
 
     def _compare(self, path: str | os.PathLike[str], saved: Mapping[str, str]) -> None:
         """Raise ``ValueError`` if what is in memory now is not what was in memory when it was saved. Collective."""
         entries = self._catalogue.entries
-        tensors = state.collect(self._models, self._optimizers, {}, self._names)[0]
+        tensors = state.collect(self._models, self._optimizers, {}, self._renaming)[0]
         same = {
             key: tensor
             for key, tensor in tensors.items()
@@ -163,20 +165,19 @@ class LoadJob:
         """Check that everything fits.
 
         Returns:
-            The arguments of ``check_alike``; and what this rank's stage of a pipeline does not use: name → text.
+            The arguments of ``check_equal``; and what this rank's stage of a pipeline does not use: name → text.
         """
-        self._staged = state.is_stage(model)
         self._models, self._optimizers = state.by_prefix(model, optimizer)
         self._catalogue: Catalogue = open_catalogue(path)
         if self._catalogue.dcp:
             from trueshard.checkpoint.dcp import open_dcp
 
             pickled = self._options["allow_pickle"]
-            self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._names, pickled)
+            self._catalogue = open_dcp(self._catalogue, self._models, self._optimizers, self._renaming, pickled)
         self._manifest = self._catalogue.manifest or Manifest()
         self._check()
         unused: dict[str, str] = {}
-        if self._staged:
+        if self._group.staged:
             unused, self._misfits["unexpected"] = self._misfits["unexpected"], {}
         self._report()
         identity = repr(sorted(self._catalogue.entries.items()))
@@ -194,21 +195,22 @@ class LoadJob:
 
     def _check(self) -> None:
         for prefix, module in self._models.items():
-            self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._names))
-        given = None if self._catalogue.dcp else self._names  # whose states have the model's own names already
-        name_of, saved = state.parameter_names(self._models, given), self._manifest.optimizers
+            self._check_model(prefix, module, naming_of(self._catalogue, prefix, module, self._renaming))
+        renaming = None if self._catalogue.dcp else self._renaming  # whose states have the model's own names already
+        name_of, saved = state.parameter_names(self._models, renaming), with_wrapped(self._manifest.optimizers)
         for prefix, optimizer in self._optimizers.items():
             if prefix not in saved:
-                self._misfit("missing", prefix, f"has no {prefix!r}.{model_names.nearest(prefix, saved)}")
+                nearest = model_names.nearest(prefix, self._manifest.optimizers)
+                self._misfit("missing", prefix, f"has no {prefix!r}.{nearest}")
                 continue
-            record, roles = saved[prefix], roles_of(optimizer)
-            if self._staged:
-                record = state.part_of(record, {*name_of.values()})
+            roles = roles_of(optimizer)
             for place, member in enumerate(family(optimizer)):  # the optimizer, and those that it wraps
-                own_record = record.get("wrapped", {}).get(str(place)) if place else record
-                if own_record is not None:
+                record = saved.get(f"{prefix}/@{place}" if place else prefix)
+                if record is not None:
+                    if self._group.staged:
+                        record = state.part_of(record, {*name_of.values()})
                     self._loads.append(OptimizerLoad(member, self._catalogue, roles))
-                    for misfit in self._loads[-1].match(prefix, own_record, name_of):
+                    for misfit in self._loads[-1].match(prefix, record, name_of):
                         self._misfit(*misfit)
         entries = self._manifest.more
         for key, value in self._more.items():
@@ -227,13 +229,13 @@ class LoadJob:
     def _report(self) -> None:
         """Raise ``ValueError`` with all that does not fit, if strict; fill in the names."""
         texts = self._misfits
-        every = [text for kind in ("mismatched", "missing", "unexpected") for text in texts[kind].values()]
-        if every and self._options["strict"]:
-            shown = "; ".join(every[:6]) + (f"; and {len(every) - 6} more" if every[6:] else "")
+        errors = [text for kind in ("mismatched", "missing", "unexpected") for text in texts[kind].values()]
+        if errors and self._options["strict"]:
+            shown = "; ".join(errors[:6]) + (f"; and {len(errors) - 6} more" if errors[6:] else "")
             where = self._catalogue.where
             raise ValueError(f"{where} does not fit: {shown}. strict=False loads what fits and reports the rest")
-        self._found.missing = [*texts["missing"], *texts["new"]]
-        self._found.unexpected, self._found.mismatched = list(texts["unexpected"]), list(texts["mismatched"])
+        self._result.missing = [*texts["missing"], *texts["new"]]
+        self._result.unexpected, self._result.mismatched = list(texts["unexpected"]), list(texts["mismatched"])
 
     def _check_model(self, prefix: str, module: nn.Module, naming: Naming) -> None:
         held, extra = state.model_tensors(module)
@@ -246,8 +248,8 @@ class LoadJob:
             used.update(candidates)
             if key is None:
                 if not naming.may_lack(name):
-                    known = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
-                    self._misfit("missing", name, f"has no {name!r}.{model_names.nearest(name, known)}")
+                    saved = [naming.name(key) for key in entries if key.startswith(naming.prefix)]
+                    self._misfit("missing", name, f"has no {name!r}.{model_names.nearest(name, saved)}")
             elif entries[key].shape != list(part.tensor.shape):
                 text = f"{name!r} has shape {entries[key].shape}, the model's has {list(part.tensor.shape)}"
                 self._misfit("mismatched", name, text)
@@ -284,9 +286,9 @@ class LoadJob:
 
     def _verify(self, everyone: list[dict[str, tuple[int, int, int]]]) -> None:
         """Raise ``ValueError`` if a tensor that will be read is damaged; ``everyone``: all ranks' ``_checksums``."""
-        for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+        for key in dict.fromkeys(key for checksums in everyone for key in checksums):
             # Stages that hold copies of one parameter read the same.
-            parts = sorted({theirs[key] for theirs in everyone if key in theirs})
+            parts = sorted({checksums[key] for checksums in everyone if key in checksums})
             checksum = crc32_joined((checksum, end - begin) for begin, end, checksum in parts)
             if self._catalogue.entries[key].crc32 not in (None, checksum):
                 raise self._catalogue.damaged(key, "load an earlier checkpoint")
@@ -310,15 +312,15 @@ class LoadJob:
 
     def _load_entries(self) -> None:
         """Load what runs the user's code: if that raises on any rank, models and optimizers are not changed."""
-        self._found.update({key: self._catalogue.value(value) for key, value in self._manifest.more.items()})
+        self._result.update({key: self._catalogue.value(value) for key, value in self._manifest.more.items()})
         for key, value in self._more.items():
-            if key not in self._found:
+            if key not in self._result:
                 continue
             if hasattr(value, "load_state_dict"):
-                value.load_state_dict(self._found.pop(key))
+                value.load_state_dict(self._result.pop(key))
             else:
                 value.clear()
-                value.update(self._found.pop(key))
+                value.update(self._result.pop(key))
         for prefix, module in self._models.items():
             saved = self._saved_extra(prefix)
             for name in state.model_tensors(module)[1]:
@@ -402,21 +404,21 @@ class OptimizerLoad:
 
     def _match_groups(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
         left = list(saved)
-        known = {name for group in saved for name in group["params"]}
+        saved_names = {name for group in saved for name in group["params"]}
         for g, group in enumerate(self.optimizer.param_groups):
-            own = {
+            members = {
                 name_of.get(id(p), f"<a parameter of no model given, shape {tuple(p.shape)}>") for p in group["params"]
             }
-            same = next((record for record in left if set(record["params"]) == own), None)
+            same = next((record for record in left if set(record["params"]) == members), None)
             if same is not None:
                 left.remove(same)
                 self.settings.append((group, same["settings"]))
-            elif own and not known & own:
+            elif members and not saved_names & members:
                 yield "new", f"{prefix}: group {g}", ""
             else:
-                near = max(saved, key=lambda record: len(set(record["params"]) & own))
+                near = max(saved, key=lambda record: len(set(record["params"]) & members))
                 left = [record for record in left if record is not near]
-                lost, added = sorted({*near["params"]} - own), sorted(own - {*near["params"]})
+                lost, added = sorted({*near["params"]} - members), sorted(members - {*near["params"]})
                 text = f"group {g} of {prefix!r} is not what was saved: missing here {lost[:3]}, new here {added[:3]}"
                 yield "mismatched", f"{prefix}: group {g}", text
         for record in (record for record in left if not record.get("elsewhere")):
@@ -432,11 +434,11 @@ def _like(
     local = _torch.local(parameter)
     device: Any = "meta" if meta else local.device
     if role is not None and role.is_mine is None and isinstance(parameter, DTensor):
-        whole = entry.empty("meta")
-        if role.is_rows(path, whole, parameter):
-            own = local.shape if whole.shape == parameter.shape else (*local.shape[:1], *whole.shape[1:])
-            memory = whole.new_empty(own, device=device)
-            return _torch.dtensor_over(memory, parameter, whole.shape, whole.stride())
+        full = entry.empty("meta")
+        if role.is_rows(path, full, parameter):
+            shape = local.shape if full.shape == parameter.shape else (*local.shape[:1], *full.shape[1:])
+            memory = full.new_empty(shape, device=device)
+            return _torch.dtensor_over(memory, parameter, full.shape, full.stride())
     if not meta and not entry.shape and path[-1:] == ("step",):
         device = "cpu"  # where torch's optimizers keep it, unless capturable or fused
     return entry.empty(device)

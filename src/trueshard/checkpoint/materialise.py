@@ -96,9 +96,9 @@ def initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], Any]]:
     """Return ``id`` of a module → the ``_init_weights`` of the nearest transformers model around it."""
     result: dict[int, Callable[[nn.Module], Any]] = {}
     for owner in root.modules():  # from the outside inwards
-        own = getattr(owner, "_init_weights", None)
-        if callable(own) and isinstance(getattr(owner, "base_model_prefix", None), str):
-            result |= {id(module): own for module in owner.modules()}
+        initialise = getattr(owner, "_init_weights", None)
+        if callable(initialise) and isinstance(getattr(owner, "base_model_prefix", None), str):
+            result |= {id(module): initialise for module in owner.modules()}
     return result
 
 
@@ -119,8 +119,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _functions(owners: Mapping[int, Any], module: nn.Module) -> list[Callable[[], Any]]:
     """Return the functions that may compute the tensors of ``module``, in the order to try them."""
-    own, reset = owners.get(id(module)), getattr(module, "reset_parameters", None)
-    return ([] if own is None else [lambda: own(module)]) + ([reset] if callable(reset) else [])
+    initialise, reset = owners.get(id(module)), getattr(module, "reset_parameters", None)
+    return ([] if initialise is None else [lambda: initialise(module)]) + ([reset] if callable(reset) else [])
 
 
 def _initialise(module: nn.Module, functions: list[Callable[[], Any]], left: Mapping[int, str]) -> None:
@@ -128,18 +128,18 @@ def _initialise(module: nn.Module, functions: list[Callable[[], Any]], left: Map
     held = [t for t in (*_torch.own_parameters(module).values(), *_torch.own_buffers(module).values()) if t is not None]
     others = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left and not t.is_meta]
     before = [_torch.local(tensor).clone() for tensor in others]
-    wanted = [t for t in held if id(t) in left and _torch.local(t).numel()]
-    for tensor in wanted:
+    targets = [t for t in held if id(t) in left and _torch.local(t).numel()]
+    for tensor in targets:
         mark_unwritten(tensor)
     for function in functions:
         try:
             function()
         except RuntimeError:  # it copies from a whole tensor, which does not fit a shard
-            _initialise_whole(module, function)
-        if not any(map(is_unwritten, wanted)):
+            _initialise_full(module, function)
+        if not any(map(is_unwritten, targets)):
             break
     else:
-        name = next((left[id(t)] for t in wanted if is_unwritten(t)), None)
+        name = next((left[id(t)] for t in targets if is_unwritten(t)), None)
         raise ValueError(
             f"{name!r} is in no checkpoint, and neither _init_weights nor reset_parameters of its module computes it: "
             "build the model off the meta device"
@@ -148,16 +148,16 @@ def _initialise(module: nn.Module, functions: list[Callable[[], Any]], left: Map
         _torch.local(tensor).copy_(value)
 
 
-def _initialise_whole(module: nn.Module, function: Callable[[], Any]) -> None:
-    """Compute whole tensors, as on one device, and keep this rank's rows."""
+def _initialise_full(module: nn.Module, function: Callable[[], Any]) -> None:
+    """Compute full tensors, as on one device, and keep this rank's rows."""
     sharded: list[tuple[Any, str, DTensor]] = []
     for held in (_torch.own_parameters(module), _torch.own_buffers(module)):
         sharded += [(held, name, t) for name, t in held.items() if isinstance(t, DTensor) and not t.is_meta]
     try:
         for held, attribute, tensor in sharded:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_of(tensor.device_mesh))
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_of(tensor.device_mesh))
             is_parameter = isinstance(tensor, nn.Parameter)
-            held[attribute] = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+            held[attribute] = nn.Parameter(full, tensor.requires_grad) if is_parameter else full
         function()
         for held, attribute, tensor in sharded:
             copy_here(tensor, held[attribute])

@@ -27,25 +27,26 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = Weak
 class RankGroup:
     """The ranks that save or load together: those of the meshes of ``tensors``, or all.
 
-    With ``stages`` it is all ranks, and those of the meshes are one stage of a pipeline, whose ranks have the same
+    If ``staged`` it is all ranks, and those of the meshes are one stage of a pipeline, whose ranks have the same
     tensors; otherwise all are that one stage.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = (), *, stages: bool = False) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), *, staged: bool = False) -> None:
         self.rank, self.world, self._group = 0, 1, None
+        self.staged = staged
         self.stage = [0]
         """The ranks of this rank's stage, in order."""
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
         ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
-        members = tuple(range(dist.get_world_size()) if stages or not ranks else ranks)
+        members = tuple(range(dist.get_world_size()) if staged or not ranks else ranks)
         self.rank, self.world = members.index(dist.get_rank()), len(members)
         self.stage = [members.index(rank) for rank in ranks or members]
         if self.world > 1:
-            known = _groups.setdefault(dist.group.WORLD, {})
-            if members not in known:
-                known[members] = _collective(
+            groups = _groups.setdefault(dist.group.WORLD, {})
+            if members not in groups:
+                groups[members] = _collective(
                     lambda: dist.new_group(
                         list(members),
                         backend="gloo",
@@ -54,7 +55,7 @@ class RankGroup:
                         group_desc="trueshard-checkpoint",
                     )
                 )
-            self._group = known[members]
+            self._group = groups[members]
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""
@@ -63,16 +64,16 @@ class RankGroup:
             value = function()
         except BaseException as caught:
             error = caught
-        told: list[Any] = [(None if error is None else f"{type(error).__name__}: {error}", value)]
+        outcomes: list[Any] = [(None if error is None else f"{type(error).__name__}: {error}", value)]
         if self._group is not None:
-            told *= self.world
-            _collective(lambda: dist.all_gather_object(told, told[0], group=self._group))
+            outcomes *= self.world
+            _collective(lambda: dist.all_gather_object(outcomes, outcomes[0], group=self._group))
         if error is not None:
             raise error
-        for rank, (message, _) in enumerate(told):
+        for rank, (message, _) in enumerate(outcomes):
             if message is not None:
                 raise RuntimeError(f"{failed}: rank {rank} failed: {message}")
-        return [each for _, each in told]
+        return [value for _, value in outcomes]
 
 
 def _collective(function: Callable[[], Any]) -> Any:
@@ -85,8 +86,8 @@ def _collective(function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def check_alike(function: str, arguments: Sequence[tuple[int, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Raise ``ValueError``, naming the first difference, unless the ranks' arguments (name → value) are alike.
+def check_equal(function: str, arguments: Sequence[tuple[int, Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Raise ``ValueError``, naming the first difference, unless the ranks' arguments (name → value) are equal.
 
     ``arguments``: of each rank, (first rank of its stage, what all ranks have in common, what those of a stage have).
     """
@@ -140,7 +141,7 @@ def like_rows(tensor: DTensor) -> DTensor:
 
 def from_rows(rows: DTensor, tensor: DTensor) -> None:
     """Fill ``tensor`` with the values of what ``like_rows`` made for it. Collective over the ranks that cut it."""
-    _exchange(tensor, *((tuple(each.placements), _torch.local(each)) for each in (rows, tensor)))
+    _exchange(tensor, *((tuple(placed.placements), _torch.local(placed)) for placed in (rows, tensor)))
 
 
 Placed: TypeAlias = tuple[tuple[Any, ...], torch.Tensor]
@@ -154,10 +155,10 @@ def _exchange(like: DTensor, source: Placed, target: Placed) -> None:
     """Fill the part of ``target`` from the parts of ``source``, both of a tensor of the shape and mesh of ``like``."""
     mesh = like.device_mesh
     dims = tuple(dim for dim, (a, b) in enumerate(zip(source[0], target[0], strict=True)) if a != b)
-    known, device = _holders.setdefault(dist.group.WORLD, {}), device_of(mesh)
-    if (mesh, dims) not in known:
-        known[mesh, dims] = Holders(mesh, dims)
-    holders = known[mesh, dims]
+    cache, device = _holders.setdefault(dist.group.WORLD, {}), device_of(mesh)
+    if (mesh, dims) not in cache:
+        cache[mesh, dims] = Holders(mesh, dims)
+    holders = cache[mesh, dims]
     here, there = (region_of(like, placements=placements) for placements, _ in (source, target))
     places = holders.places()
     sent = [common(here, region_of(like, place, target[0])) for place in places]
@@ -192,7 +193,8 @@ def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     mesh = tensor.device_mesh
     if _torch.local(tensor).device.type != mesh.device_type:
         return []
-    dims = (dim for dim, each in enumerate(tensor.placements) if each.is_replicate() and mesh.size(dim) > 1)
+    placements = enumerate(tensor.placements)
+    dims = (dim for dim, placement in placements if placement.is_replicate() and mesh.size(dim) > 1)
     return [mesh.get_group(dim) for dim in dims]
 
 

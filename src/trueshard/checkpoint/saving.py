@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,7 +34,7 @@ from trueshard import _torch
 from trueshard.checkpoint import hashing, layout, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
-from trueshard.checkpoint.process_group import RankGroup, by_rows, check_alike, own_part
+from trueshard.checkpoint.process_group import RankGroup, by_rows, check_equal, own_part
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard
 from trueshard.text import logger, timed
 
@@ -79,16 +79,16 @@ def save(
         OSError: it cannot be written; nothing is left behind.
         RuntimeError: another rank failed, or did not call ``save``.
     """
-    Saving.wait_for_running()
-    given = names.get if isinstance(names, Mapping) else names
-    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, given)
+    background.wait()
+    renaming = names.get if isinstance(names, Mapping) else names
+    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, renaming)
     if wait:
         job.run()
         return None
-    for key, (begin, tensor) in job.mine.items():
+    for key, (begin, tensor) in job.rows.items():
         local = _torch.local(tensor).detach()
-        job.mine[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
-    return Saving(job.run, f"saving {path}")
+        job.rows[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return background.start(job.run, f"saving {path}")
 
 
 @dataclass
@@ -100,7 +100,7 @@ class SaveJob:
     manifest: Manifest
     headers: dict[str, bytes]  # first bytes of tensor files, and whole index files
     companions: Callable[[], dict[str, bytes]]  # returns the files without tensors
-    mine: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
+    rows: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
     verify: bool
 
     def run(self) -> None:
@@ -109,14 +109,14 @@ class SaveJob:
         try:
             with timed(f"save of {where}"):
                 attempt(lambda: None if rank else self.writer.begin(*self._files()))
-                everyone = attempt(lambda: self.writer.write(rank, self.mine, self.manifest.tensors, self.verify))
+                everyone = attempt(lambda: self.writer.write(rank, self.rows, self.manifest.tensors, self.verify))
                 attempt(lambda: None if rank else self._publish(everyone))
         except BaseException:
             if rank == 0:
                 self.writer.abandon()
             raise
         finally:
-            self.mine = {}  # what was copied to host memory is not kept by whoever keeps the `Saving`
+            self.rows = {}  # what was copied to host memory is not kept by whoever keeps the `Saving`
 
     def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
         """Return each file's first bytes and its size; record them in the manifest. Rank 0."""
@@ -153,11 +153,10 @@ def _prepare(
     tokenizer: Any,
     more: Mapping[str, Any],
     verify: bool,
-    given: state.GivenNames,
+    renaming: state.Renaming,
 ) -> SaveJob:
     """Collect, compare and lay out. Collective: one exchange, since training waits for it."""
-    staged, failed = state.is_stage(model), f"{path} was not saved"
-    group = RankGroup(state.parameters_of(model), stages=staged)
+    group, failed = state.group_of(model), f"{path} was not saved"
     token = secrets.token_hex(4) if group.rank == 0 else ""
     models: dict[str, Any] = {}
     tensors: state.Tensors = {}
@@ -168,9 +167,9 @@ def _prepare(
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
         models, optimizers = state.by_prefix(model, optimizer)
-        if staged or given is not None:
+        if group.staged or renaming is not None:
             layout.refuse_adapters(models)
-        tensors, manifest = state.collect(models, optimizers, more, given)
+        tensors, manifest = state.collect(models, optimizers, more, renaming)
         table, bits = state.random_state()
         manifest.rng = [table] * group.world
         manifest.tensors["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
@@ -179,23 +178,22 @@ def _prepare(
         common = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
         for key, tensor in tensors.items():
             _check_kind(key, tensor)
-        first = group.stage[0]
-        return state.rank_content(token, group.rank == first, first, staged, common, manifest, tensors)
+        return state.rank_content(token, group, common, manifest, tensors)
 
     everyone = group.attempt(failed, collect)
-    check_alike("save()", [(content.first, content.common, content.in_stage) for content in everyone])
+    check_equal("save()", [(content.first, content.common, content.in_stage) for content in everyone])
     # From here on every rank computes the same, or fails alike.
-    first_with = state.merge(manifest, everyone, staged)
-    mine: dict[str, tuple[int, Any]] = {}
+    first_with = state.merge(manifest, everyone, group.staged)
+    rows: dict[str, tuple[int, Any]] = {}
     for number, key in enumerate(manifest.tensors):
         tensor, first = tensors.get(key), first_with.get(key, group.stage[0])
         if isinstance(tensor, DTensor):
-            rows, (begin, end) = by_rows(tensor), own_part(tensor, number)
+            local, (begin, end) = by_rows(tensor), own_part(tensor, number)
             if end > begin and first in group.stage:
-                mine[key] = begin, rows
+                rows[key] = begin, local
         elif tensor is not None and first == group.rank:
-            mine[key] = 0, tensor
-    mine["rng"] = group.rank * len(bits), bits.view(1, -1)
+            rows[key] = 0, tensor
+    rows["rng"] = group.rank * len(bits), bits.view(1, -1)
     manifest.about = {
         "written": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "trueshard": version("trueshard"),
@@ -209,7 +207,7 @@ def _prepare(
     if isinstance(writer, LocalWriter):
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
     companions = layout.companions(models, tokenizer, str(path) if is_url(path) else os.path.abspath(path))
-    return SaveJob(writer, group, manifest, headers, companions, mine, verify)
+    return SaveJob(writer, group, manifest, headers, companions, rows, verify)
 
 
 def _writer(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:
@@ -232,21 +230,17 @@ def _check_kind(key: str, tensor: torch.Tensor) -> None:
 class Saving:
     """A save in the background: ``work``, called ``what`` in messages."""
 
-    _running: ClassVar[Saving | None] = None
-    """The last one, until somebody waited for it: one save runs at a time, and a failure is reported once."""
-
     def __init__(self, work: Callable[[], None], what: str) -> None:
-        self._work, self.what = work, what
+        self.what = what
         self.failure: BaseException | None = None
-        """Not raised yet."""
-        Saving._running = self
+        """Not raised yet: ``wait`` raises it once."""
         # No daemon: a script that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"trueshard: {what}")
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"trueshard: {what}")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._work()
+            work()
         except BaseException as error:
             self.failure = error
 
@@ -262,23 +256,36 @@ class Saving:
             OSError, RuntimeError: it failed, with the error that a ``save`` which waits would have raised.
         """
         self._thread.join()
-        if Saving._running is self:
-            Saving._running = None
         error, self.failure = self.failure, None
         if error is not None:
             raise error
 
-    @classmethod
-    def wait_for_running(cls) -> None:
-        """Wait for the save in the background, if any, and raise its error."""
-        if cls._running is not None:
-            cls._running.wait()
 
-    @classmethod
-    def report(cls) -> None:
+class Background:
+    """The save that runs in the background of this process, if any.
+
+    There is one at a time: the exchanges of two would mix on the ranks' gloo group, in another order on each.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Saving | None = None
+        """Kept after its end until the next save or load, or the end of the process, has looked for its error."""
+        atexit.register(self._report)
+
+    def start(self, work: Callable[[], None], what: str) -> Saving:
+        self._newest = Saving(work, what)
+        return self._newest
+
+    def wait(self) -> None:
+        """Wait for the save in the background, and raise its error."""
+        if self._newest is not None:
+            self._newest.wait()
+            self._newest = None
+
+    def _report(self) -> None:
         """Report at exit a failed save nobody waited on, and exit with code 1: no handler can change it otherwise."""
-        if cls._running is not None and cls._running.failure is not None:
-            logger.error("trueshard: %s failed: %s", cls._running.what, cls._running.failure)
+        if self._newest is not None and self._newest.failure is not None:
+            logger.error("trueshard: %s failed: %s", self._newest.what, self._newest.failure)
             logging.shutdown()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
@@ -286,7 +293,7 @@ class Saving:
             os._exit(1)
 
 
-atexit.register(Saving.report)
+background = Background()
 
 
 class Checkpoints:
@@ -343,13 +350,13 @@ class Checkpoints:
         ranked = self._ranked()
         return self.path(ranked[0]) if ranked else None
 
-    def save(self, step: int, *, metrics: Mapping[str, float] | None = None, **given: Any) -> Saving | None:
+    def save(self, step: int, *, metrics: Mapping[str, float] | None = None, **arguments: Any) -> Saving | None:
         """Call ``trueshard.save`` under the step's name, then delete what is not kept. Collective.
 
         Args:
             step: of training, from 0 on.
             metrics: saved along, in the entry ``progress``.
-            given: arguments of ``save``.
+            arguments: those of ``save``.
 
         Raises:
             ValueError: ``keep_best`` needs a metric that is not in ``metrics``.
@@ -357,7 +364,7 @@ class Checkpoints:
         if self._best is not None and self._metric not in (metrics or {}):
             raise ValueError(f"keep_best goes by {self._metric!r}, which is not among metrics {sorted(metrics or {})}")
         progress = {"step": step, "metrics": {key: float(value) for key, value in (metrics or {}).items()}}
-        saving = save(self.path(step), progress=progress, **given)
+        saving = save(self.path(step), progress=progress, **arguments)
         # With wait=False the newest is not there yet: one more of the older ones stays until the next save.
         self.prune()
         return saving

@@ -23,15 +23,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint.format import Manifest, TensorEntry, split
+from trueshard.checkpoint.format import Manifest, TensorEntry, split, with_wrapped
+from trueshard.checkpoint.process_group import RankGroup
 from trueshard.model import names
 from trueshard.optim.rebind import family
 from trueshard.optim.ties import tied_name
 from trueshard.sharding.hooks import runtime_of
 
 Tensors = dict[str, torch.Tensor]
-GivenNames: TypeAlias = Callable[[str], str | None] | None
-"""``names`` of ``save`` and ``load`` as a function: the model's own name → the name in files; None: the same."""
+Renaming: TypeAlias = Callable[[str], str | None] | None
+"""``names`` of ``save`` and ``load`` as a function: the model's name → the name in files; None: the same."""
 
 
 @dataclass
@@ -42,7 +43,7 @@ class ModelTensor:
 
 
 def collect(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any], given: GivenNames
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any], renaming: Renaming
 ) -> tuple[Tensors, Manifest]:
     """Return this rank's tensors of models and optimizers, by key prefix, and of the user's entries; and all values."""
     tensors: Tensors = {}
@@ -50,7 +51,7 @@ def collect(
     for prefix, module in models.items():
         held, extra = model_tensors(module)
         for part in held.values():
-            aliases = names_in_files(part.tensor, part.names, given)
+            aliases = names_in_files(part.tensor, part.names, renaming)
             key = f"{prefix}/{aliases[0]}"
             if key in tensors:
                 raise ValueError(
@@ -59,11 +60,11 @@ def collect(
             tensors[key] = part.tensor
             manifest.tensors[key] = TensorEntry.of(part.tensor, aliases, part.trainable)
         values = {}
-        for own_name, value in extra.items():
-            name = (given and given(own_name)) or own_name
+        for model_name, value in extra.items():
+            name = (renaming and renaming(model_name)) or model_name
             values[name] = split(value, f"{prefix}/{name}", tensors)
         manifest.models[prefix] = {"class": torch.typename(_torch.own_class(names.unwrap(module))), "extra": values}
-    name_of = parameter_names(models, given)
+    name_of = parameter_names(models, renaming)
     for prefix, optimizer in optimizers.items():
         manifest.optimizers[prefix] = _optimizer_record(prefix, optimizer, name_of, tensors)
     for key, value in more.items():
@@ -74,22 +75,15 @@ def collect(
     return tensors, manifest
 
 
-def _modules_in(model: Any) -> list[nn.Module]:
-    """Return the modules of ``save``'s ``model``, whatever else is in it."""
-    return [m for m in (model.values() if isinstance(model, Mapping) else [model]) if isinstance(m, nn.Module)]
+def group_of(model: Any) -> RankGroup:
+    """Return the ranks that save or load ``save``'s ``model`` together, whatever else is in it. Collective."""
+    modules = [m for m in (model.values() if isinstance(model, Mapping) else [model]) if isinstance(m, nn.Module)]
+    runtimes = [runtime_of(names.unwrap(module)) for module in modules]
+    staged = any(runtime is not None and runtime.plan.pipeline for runtime in runtimes)
+    return RankGroup([parameter for module in modules for parameter in module.parameters()], staged=staged)
 
 
-def parameters_of(model: Any) -> list[torch.Tensor]:
-    return [parameter for module in _modules_in(model) for parameter in module.parameters()]
-
-
-def is_stage(model: Any) -> bool:
-    """True if ``save``'s ``model`` was sharded as one stage of a pipeline."""
-    runtimes = [runtime_of(names.unwrap(module)) for module in _modules_in(model)]
-    return any(runtime is not None and runtime.plan.pipeline for runtime in runtimes)
-
-
-def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+def by_prefix(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ``save``'s ``model`` and ``optimizer`` as dicts: key prefix → module, or optimizer."""
     result: list[dict[str, Any]] = []
     for kind, value, expected in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
@@ -102,7 +96,7 @@ def by_prefix(model: Any, optimizer: Any) -> list[dict[str, Any]]:
             key = prefix.partition("/")[2]
             if many and re.fullmatch(r"[\w.-]*\w[\w.-]*", key) is None:
                 raise ValueError(f"{kind}={{{key!r}: …}}: name it by letters, digits, '-', '_' and '.'")
-    return result
+    return result[0], result[1]
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, Any]]:
@@ -120,21 +114,21 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, ModelTensor], dict[str, A
     return {part.names[0]: part for part in by_id.values()}, extra
 
 
-def parameter_names(models: Mapping[str, nn.Module], given: GivenNames = None) -> dict[int, str]:
+def parameter_names(models: Mapping[str, nn.Module], renaming: Renaming = None) -> dict[int, str]:
     """Map ``id`` of each parameter → its first name in files, after the model's key if there are several."""
     result: dict[int, str] = {}
     for prefix, model in models.items():
         inside = prefix.partition("/")[2]
-        for own_name, _, _, parameter in names.named_tensors(model, "parameters"):
+        for model_name, _, _, parameter in names.named_tensors(model, "parameters"):
             if id(parameter) not in result:
-                name = names_in_files(parameter, [own_name], given)[0]
+                name = names_in_files(parameter, [model_name], renaming)[0]
                 result[id(parameter)] = f"{inside}/{name}" if inside else name
     return result
 
 
-def names_in_files(tensor: torch.Tensor, own_names: list[str], given: GivenNames) -> list[str]:
-    """Return the names in files of a tensor that its model calls ``own_names``; that of ``tie_over`` is the first."""
-    result = own_names if given is None else [given(name) or name for name in own_names]
+def names_in_files(tensor: torch.Tensor, model_names: list[str], renaming: Renaming) -> list[str]:
+    """Return the names in files of a tensor that its model calls ``model_names``; that of ``tie_over`` is the first."""
+    result = model_names if renaming is None else [renaming(name) or name for name in model_names]
     tied = tied_name(tensor)
     return result if tied is None else list(dict.fromkeys([tied.name, *result]))
 
@@ -188,15 +182,20 @@ class RankContent:
     entries: dict[str, TensorEntry] = field(default_factory=dict)  # tensors that other ranks may not have
     tied: list[str] = field(default_factory=list)  # keys of those of which other stages have copies
     models: dict[str, Any] = field(default_factory=dict)  # records of the manifest that other ranks may not have
-    optimizers: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)  # by ``with_wrapped``: their groups and state
 
 
 def rank_content(
-    token: str, is_first: bool, first: int, staged: bool, common: dict[str, Any], manifest: Manifest, tensors: Tensors
+    token: str, group: RankGroup, common: dict[str, Any], manifest: Manifest, tensors: Tensors
 ) -> RankContent:
-    """Describe what this rank has; ``is_first``: of its stage; ``staged``: there are several stages."""
-    result = RankContent(token, first, common, _groups_of(manifest.optimizers, "params"))
-    tells_all = staged and is_first
+    """Describe what this rank has."""
+    records, first, staged = with_wrapped(manifest.optimizers), group.stage[0], group.staged
+
+    def of_groups(part: str) -> dict[str, Any]:
+        return {key: [record["class"], [group[part] for group in record["groups"]]] for key, record in records.items()}
+
+    result = RankContent(token, first, common, of_groups("params"))
+    tells_all = staged and group.rank == first
     for key, tensor in tensors.items():
         owned = key.startswith("optimizer") and not isinstance(tensor, DTensor)
         if not owned:
@@ -209,37 +208,22 @@ def rank_content(
         if tells_all and tied_name(tensor) is not None:
             result.tied.append(key)
     if staged:
-        for record in _with_wrapped(manifest.optimizers):
-            for group in record["groups"]:
-                group["settings"].pop("param_names", None)  # of this stage alone
-        for prefix, settings in _groups_of(manifest.optimizers, "settings").items():
-            result.common = result.common | {f"{prefix} (class and settings of groups)": settings}
+        for record in records.values():
+            for settings in (group["settings"] for group in record["groups"]):
+                settings.pop("param_names", None)  # of this stage alone
+        for key, settings in of_groups("settings").items():
+            result.common = result.common | {f"{key} (class and settings of groups)": settings}
     if tells_all:
-        result.models, result.optimizers = manifest.models, manifest.optimizers
-    else:
-        states = {prefix: record["state"] for prefix, record in manifest.optimizers.items()}
-        result.optimizers = {prefix: {"groups": [], "state": state} for prefix, state in states.items()}
+        result.models = manifest.models
+    for key, record in records.items():
+        result.optimizers[key] = {"groups": record["groups"] if tells_all else [], "state": record["state"]}
     return result
-
-
-def _groups_of(records: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Return class, and a ``part`` of each group, of optimizer records and those that they wrap."""
-    result: dict[str, Any] = {}
-    for prefix, record in records.items():
-        result[prefix] = [record["class"], [group[part] for group in record["groups"]]]
-        wrapped = record.get("wrapped", {}).items()
-        result |= _groups_of({f"{prefix}/@{place}": inner for place, inner in wrapped}, part)
-    return result
-
-
-def _with_wrapped(records: Mapping[str, Any]) -> list[Any]:
-    """Return the records of optimizers, and of those that they wrap."""
-    return [one for record in records.values() for one in (record, *_with_wrapped(record.get("wrapped", {})))]
 
 
 def merge(manifest: Manifest, everyone: list[RankContent], staged: bool) -> dict[str, int]:
     """Add what all ranks have to ``manifest``; return key of what some may not have → the first rank that has it."""
     first_with: dict[str, int] = {}
+    records = with_wrapped(manifest.optimizers)
     entries = manifest.tensors
     kept = {key: entries[key] for key in entries if not staged or key == "rng"}
     entries.clear()
@@ -247,8 +231,8 @@ def merge(manifest: Manifest, everyone: list[RankContent], staged: bool) -> dict
         entries.update(kept)
     for rank, content in enumerate(everyone):
         for key, entry in content.entries.items():
-            known, first = entries.setdefault(key, entry), first_with.setdefault(key, rank)
-            known.names = list(dict.fromkeys([*known.names, *entry.names]))
+            merged, first = entries.setdefault(key, entry), first_with.setdefault(key, rank)
+            merged.names = list(dict.fromkeys([*merged.names, *entry.names]))
             if everyone[first].first != content.first and key.startswith("model") and key not in content.tied:
                 name = key.partition("/")[2]
                 raise ValueError(
@@ -257,24 +241,17 @@ def merge(manifest: Manifest, everyone: list[RankContent], staged: bool) -> dict
                 )
         for prefix, model in content.models.items():
             manifest.models[prefix]["extra"] = model["extra"] | manifest.models[prefix]["extra"]
-        for prefix, record in content.optimizers.items():
-            _merge_optimizer(manifest.optimizers[prefix], record)
+        for key, other in content.optimizers.items():
+            for group, theirs in zip(records[key]["groups"], other["groups"], strict=False):
+                group["params"] = list(dict.fromkeys([*group["params"], *theirs["params"]]))
+            records[key]["state"] = other["state"] | records[key]["state"]
     entries.update(kept)
-    for record in _with_wrapped(manifest.optimizers):
+    for record in records.values():
         order = {name: i for i, name in enumerate(name for group in record["groups"] for name in group["params"])}
         record["state"] = dict(sorted(record["state"].items(), key=lambda item: order.get(item[0], len(order))))
     for key in sorted(key for key in entries if key.startswith("optimizer")):
         entries[key] = entries.pop(key)
     return first_with
-
-
-def _merge_optimizer(record: dict[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Add the parameters and states of another rank's record of an optimizer to ``record``."""
-    for group, other in zip(record["groups"], theirs["groups"], strict=False):
-        group["params"] = list(dict.fromkeys([*group["params"], *other["params"]]))
-    record["state"] = theirs["state"] | record["state"]
-    for place, inner in theirs.get("wrapped", {}).items():
-        _merge_optimizer(record["wrapped"][place], inner)
 
 
 def part_of(record: Mapping[str, Any], here: Collection[str]) -> dict[str, Any]:
@@ -283,8 +260,7 @@ def part_of(record: Mapping[str, Any], here: Collection[str]) -> dict[str, Any]:
     for group in record["groups"]:
         members = [name for name in group["params"] if name in here]
         groups.append({**group, "params": members, "elsewhere": bool(group["params"]) and not members})
-    wrapped = {place: part_of(inner, here) for place, inner in record.get("wrapped", {}).items()}
-    return {**record, "groups": groups} | ({"wrapped": wrapped} if wrapped else {})
+    return {**record, "groups": groups}
 
 
 # Random generators

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard._torch import ShardedModule
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.format import floating_dtype
 from trueshard.model import names
@@ -24,7 +23,6 @@ from trueshard.sharding.copying import copy_modules, on_meta
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.gathering import gather_each, settle
 from trueshard.sharding.hooks import Runtime
-from trueshard.sharding.replicated import WholeParameter
 
 Place = tuple[nn.Module, str]
 """(module, attribute)."""
@@ -68,35 +66,50 @@ def weights(
         raise ValueError(f'adapters={adapters!r}: it is "merged" or "alone"')
     if naming not in ("saved", "hub") or (naming == "hub" and adapters == "alone"):
         raise ValueError(f'naming={naming!r}: it is "saved", or with merged adapters "hub"')
-    wanted, runtime = floating_dtype(dtype), sharded(model)
+    converted_to, runtime = floating_dtype(dtype), sharded(model)
     settle(runtime)
     root: Any = runtime.root
     held, _ = state.model_tensors(root)
     with torch.no_grad():  # PEFT may call a prompt's encoder, which is a pass
         name_of = _names(root, list(held), alone=adapters == "alone")
     merging = Merging(runtime) if adapters == "merged" else None
-    given = {id(part.tensor): name_of[name] for name, part in held.items() if name in name_of}
+    output_name = {id(part.tensor): name_of[name] for name, part in held.items() if name in name_of}
 
-    def members(every: Iterable[list[Place]]) -> list[_Member]:
-        """Return the parameters, each by its places, that are given or needed for it."""
-        result = [_Member(places, given.get(id(_registered(places[0])))) for places in every]
+    def members(places_of: Iterable[list[Place]]) -> list[_Member]:
+        """Return the parameters, each by its places, that are output, or merged into one that is."""
+        result = [_Member(places, output_name.get(id(_registered(places[0])))) for places in places_of]
         return [m for m in result if m.name is not None or (merging and m.places[0] in merging.layers_at)]
 
-    def finish(tensors: dict[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    def output(values: list[tuple[_Member, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        merged = values if merging is None else merging.merged(values)
+        return {member.name: value for member, value in merged if member.name is not None}
+
+    def finished(tensors: dict[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
         if naming == "hub":
             tensors = layout.as_published(root.get_base_model() if hasattr(root, "get_base_model") else root, tensors)
-        converted = [t if wanted is None or not t.is_floating_point() else t.to(wanted) for t in tensors.values()]
-        return list(tensors), converted
+        values = [t.to(converted_to) if t.is_floating_point() else t for t in tensors.values()]  # to(None): as it is
+        return list(tensors), values
 
-    every = [(unit, members(_torch.places_in_unit(unit))) for unit in runtime.units]
-    units = {unit: in_unit for unit, in_unit in every if in_unit}
-    whole = [(parameter, member) for parameter in runtime.replicated for member in members([parameter.places])]
+    of_units = [(unit, members(_torch.places_in_unit(unit))) for unit in runtime.units]
+    units = {unit: in_unit for unit, in_unit in of_units if in_unit}
+    replicated = [(parameter, m) for parameter in runtime.replicated for m in members([parameter.places])]
     buffers = {name_of[n]: part.tensor for n, part in held.items() if n in name_of and part.trainable is None}
-    return _go_through(runtime, units, whole, buffers, merging, finish)
+
+    def batches() -> Generator[tuple[list[str], list[torch.Tensor]], None, None]:
+        for unit in gather_each(runtime, units):
+            if tensors := output([(member, _full_tensor(member)) for member in units[unit]]):
+                yield finished(tensors)
+            del tensors
+        with torch.no_grad():
+            last = output([(member, parameter.gathered().detach()) for parameter, member in replicated]) | buffers
+        if last:
+            yield finished(last)
+
+    return batches()  # what is wrong is raised by the call, before the first batch
 
 
 def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
-    """Return name in the model → name to give, of each tensor that is given."""
+    """Return name in the model → name in the output, of each tensor that is output."""
     peft: dict[str, Any] = getattr(root, "peft_config", {})
     keys = layout.adapted_keys(root, "") if peft else None
     if keys is None:
@@ -111,8 +124,8 @@ def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
         if len(active) != 1:
             raise ValueError(f"the adapters {', '.join(active)} are active: activate one with set_adapter()")
         folder = layout.adapter_folder(root, active[0])
-        every = ((name, key) for name, key in keys.items() if key.stem == "adapter_model" and key.folder == folder)
-        return {name: key.key for name, key in every if name in held}
+        in_file = ((name, key) for name, key in keys.items() if key.stem == "adapter_model" and key.folder == folder)
+        return {name: key.key for name, key in in_file if name in held}
     if packed := next((name for name in held if name.endswith(".packed")), None):
         raise ValueError(
             f"the base is quantized ({packed}), and merging would round the adapter away; "
@@ -127,7 +140,7 @@ def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:
     for name, module in names.named_modules(root):
         if isinstance(module, ModulesToSaveWrapper):  # trained whole: they take the names of their originals
             original = f"{name}.original_module."
-            for adapter in (each for each in module.active_adapters if each in module.modules_to_save):
+            for adapter in (active for active in module.active_adapters if active in module.modules_to_save):
                 for key in [key for key in result if key.startswith(original)]:
                     result[f"{name}.modules_to_save.{adapter}.{key.removeprefix(original)}"] = result.pop(key)
     return result
@@ -137,34 +150,13 @@ class _Member(NamedTuple):
     """A parameter of a unit, or one that every rank holds whole."""
 
     places: list[Place]
-    name: str | None  # under which it is given; None: it is not given itself
+    name: str | None  # under which it is output; None: it is not output itself
 
 
-def _go_through(
-    runtime: Runtime,
-    units: dict[ShardedModule, list[_Member]],
-    whole: list[tuple[WholeParameter, _Member]],
-    buffers: dict[str, torch.Tensor],
-    merging: Merging | None,
-    finish: Callable[[dict[str, torch.Tensor]], tuple[list[str], list[torch.Tensor]]],
-) -> Generator[tuple[list[str], list[torch.Tensor]], None, None]:
-    def given(values: list[tuple[_Member, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        merged = values if merging is None else merging.merged(values)
-        return {member.name: value for member, value in merged if member.name is not None}
-
-    def gathered(member: _Member) -> torch.Tensor:
-        """Return a gathered parameter, whole: the ranks of the tensor axis join what it cuts. Collective over them."""
-        tensor = _registered(member.places[0]).detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    for unit in gather_each(runtime, units):
-        if tensors := given([(member, gathered(member)) for member in units[unit]]):
-            yield finish(tensors)
-        del tensors
-    with torch.no_grad():
-        last = given([(member, parameter.gathered().detach()) for parameter, member in whole]) | buffers
-    if last:
-        yield finish(last)
+def _full_tensor(member: _Member) -> torch.Tensor:
+    """Return a gathered parameter, whole: the ranks of the tensor axis join what it cuts. Collective over them."""
+    tensor = _registered(member.places[0]).detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _registered(place: Place) -> torch.Tensor:
@@ -191,8 +183,8 @@ class _Layers:
             else:
                 twin.merge(safe_merge=False, adapter_names=None)
         self.twins.clear()
-        every, self.gathered = [item for item in self.gathered if item[0].name is not None], []
-        return [(member, getattr(twin, attribute).detach().to(dtype)) for member, (twin, attribute), dtype in every]
+        merged, self.gathered = [item for item in self.gathered if item[0].name is not None], []
+        return [(member, getattr(twin, attribute).detach().to(dtype)) for member, (twin, attribute), dtype in merged]
 
 
 class Merging:
@@ -203,10 +195,10 @@ class Merging:
         """Place in the model → the layers that it belongs to, and the place in their copies."""
         layers = _adapted_layers(runtime.root)
         twins = copy_modules(runtime, layers, on_meta, {}) if layers else []
-        every = [places for unit in runtime.units for places in _torch.places_in_unit(unit)]
-        every += [parameter.places for parameter in runtime.replicated]
-        first_of = {place: places[0] for places in every for place in places}
-        known: dict[Place, _Layers] = {}
+        parameters = [places for unit in runtime.units for places in _torch.places_in_unit(unit)]
+        parameters += [parameter.places for parameter in runtime.replicated]
+        first_of = {place: places[0] for places in parameters for place in places}
+        layers_of: dict[Place, _Layers] = {}
         for layer, twin in zip(layers, twins, strict=True):
             places = {
                 (module, attribute): (copied, attribute)
@@ -215,11 +207,11 @@ class Merging:
                 if parameter is not None
             }
             firsts = {first_of[place] for place in places}
-            group = next((known[place] for place in firsts if place in known), _Layers())
+            group = next((layers_of[place] for place in firsts if place in layers_of), _Layers())
             group.twins.append(twin)
             group.missing |= firsts
-            known |= dict.fromkeys(firsts, group)
-            self.layers_at |= {mine: (group, theirs) for mine, theirs in places.items()}
+            layers_of |= dict.fromkeys(firsts, group)
+            self.layers_at |= {place: (group, copied) for place, copied in places.items()}
 
     @torch.no_grad()
     def merged(self, values: list[tuple[_Member, torch.Tensor]]) -> list[tuple[_Member, torch.Tensor]]:
@@ -230,9 +222,9 @@ class Merging:
             if not copies:
                 result.append((member, value))
                 continue
-            held = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
+            parameter = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
             for _, (twin, attribute) in copies:
-                _torch.own_parameters(twin)[attribute] = held
+                _torch.own_parameters(twin)[attribute] = parameter
             group, place = copies[0]
             group.gathered.append((member, place, value.dtype))
             group.missing.discard(member.places[0])

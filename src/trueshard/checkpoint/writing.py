@@ -78,17 +78,17 @@ class LocalWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_file(path, data, sizes[name])
 
-    def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
-        """Write ``mine`` (key → (first byte in the tensor, this rank's rows)) durably; read it again to ``verify``."""
+    def write(self, rank: int, rows: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
+        """Write ``rows`` (key → (first byte in the tensor, this rank's rows)) durably; read it again to ``verify``."""
         written = Written()
         by_file: dict[str, list[str]] = {}
-        for key in mine:
+        for key in rows:
             by_file.setdefault(entries[key].pieces[0].file, []).append(key)
         for name, keys in by_file.items():
             path = self._partial / name
             with _DiskFile(path) as file:
                 for key in keys:
-                    begin, tensor = mine[key]
+                    begin, tensor = rows[key]
                     data = as_bytes(tensor)
                     with _naming(path, key):
                         checksum = file.write(entries[key].pieces[0].begin + begin, data)
@@ -264,17 +264,17 @@ class RemoteWriter:
             with _naming(f"{self.where}/{name}"):
                 self._fs.pipe_file(f"{self._root}/{name}", data)
 
-    def write(self, rank: int, mine: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
+    def write(self, rank: int, rows: Mapping[str, Any], entries: Mapping[str, TensorEntry], verify: bool) -> Written:
         written = Written()
-        if not mine:
+        if not rows:
             return written
         file = f"rank-{rank:05d}.safetensors"
-        rows = {key: TensorEntry.of(_torch.local(tensor), []) for key, (_, tensor) in mine.items()}
-        header, ranges = make_header(rows, marked=True)
-        with _naming(f"{self.where}/{file}", next(iter(mine))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
+        parts = {key: TensorEntry.of(_torch.local(tensor), []) for key, (_, tensor) in rows.items()}
+        header, ranges = make_header(parts, marked=True)
+        with _naming(f"{self.where}/{file}", next(iter(rows))), self._fs.open(f"{self._root}/{file}", "wb") as stream:
             stream.write(header)
-            for key, (first, last) in sorted(ranges.items(), key=lambda each: each[1]):
-                begin, tensor = mine[key]
+            for key, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+                begin, tensor = rows[key]
                 data = as_bytes(tensor)
                 for at in range(0, len(data), BLOCK):
                     stream.write(data[at : at + BLOCK])
