@@ -18,10 +18,12 @@ from pyarrow import parquet
 import corpora
 from messages import naming
 from trueshard.errors import UserError
-from trueshard.train.config import Config
+from trueshard.train.config import Config, DataSection
 from trueshard.train.data.batches import IGNORED
+from trueshard.train.data.formats import FORMATS, VisionFormat
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared
+from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import CHATML
 from trueshard.train.data.vision import VisionCollate, place_images
 
@@ -228,6 +230,25 @@ def test_streamed_pictures(tmp_path: Path, processor: Path) -> None:
     loader = Loader(data.train, data.collate, batch_size=4)
     assert sorted(brightness(next(loader)["pixel_values"])) == [0, 1, 2, 3]
     loader.close()
+
+
+def test_kept_format_is_stored_and_streamed_by_its_own_reading_of_a_record(
+    tmp_path: Path, processor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Captions(VisionFormat):
+        @classmethod
+        def parts(cls, section: DataSection, record: Record) -> list[list[dict[str, Any]]]:
+            fields = {"messages": asked(answer=record.fields["caption"]), "image": record.fields["file"]}
+            return super().parts(section, record._replace(fields=fields))
+
+    monkeypatch.setitem(FORMATS, "vision", Captions)
+    write_pictures(tmp_path)
+    for streaming in (False, True):
+        records = [{"caption": "Dark.", "file": "pictures/0.png"}]
+        data = corpora.made(vision(tmp_path, processor, records, streaming=streaming))
+        loader = Loader(data.train, data.collate, batch_size=1)
+        assert learnt(data, next(loader)["targets"][0]) == "Dark.<|im_end|>"
+        loader.close()
 
 
 def test_what_is_longer_is_cut_after_its_pictures(tmp_path: Path, processor: Path) -> None:

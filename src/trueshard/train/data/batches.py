@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
-from typing import Any, Protocol, runtime_checkable
+from itertools import accumulate, count, islice
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ Sample = Mapping[str, Any]
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Sample]], Batch]
 Ids = npt.NDArray[Any]
+Item = TypeVar("Item")
 
 IGNORED = -100  # target of a position without loss
 
@@ -80,8 +81,8 @@ def all_targets(ids: Ids) -> Document:
 
 
 def json_document(value: Any) -> Document:
-    """Return a document of the bytes of a JSON value, for records that become tokens with their batch."""
-    return all_targets(np.frombuffer(json.dumps(value).encode(), dtype=np.uint8))
+    """Return a document of the bytes of a JSON value, with null in place of what JSON cannot hold."""
+    return all_targets(np.frombuffer(json.dumps(value, default=lambda _: None).encode(), dtype=np.uint8))
 
 
 def truncate(documents: Documents, length: int) -> Documents:
@@ -100,6 +101,13 @@ def span(places: Sequence[str]) -> str:
     """Join the origins of consecutive documents; of more than four, name the first and the last."""
     distinct = list(dict.fromkeys(places))
     return " and ".join(distinct) if len(distinct) < 5 else f"{distinct[0]} to {distinct[-1]}"
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield consecutive items, ``size`` at a time; the last list may be shorter."""
+    remaining = iter(items)
+    while group := list(islice(remaining, size)):
+        yield group
 
 
 def stack(samples: Sequence[Sample]) -> Batch:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from trueshard.errors import UserError, explained
 from trueshard.text import nearest
 from trueshard.train.data.batches import Document
-from trueshard.train.data.sources import Fields, Record
+from trueshard.train.data.sources import Fields
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -72,11 +72,6 @@ def flat(turns: list[Message], where: str) -> list[Message]:
     if any(part["type"] == "image" for parts in contents for part in parts):
         raise UserError(f'{where}: a message has an image; set data.format = "vision", or leave it out')
     return [{**message, "content": "".join(texts([message]))} for message in turns]
-
-
-def spoken(record: Record) -> list[Message]:
-    """Return the messages of a record, each content one string."""
-    return flat(conversation(record.fields, record.where), record.where)
 
 
 def _message(entry: Any, where: str, role: str, content: str) -> Message:

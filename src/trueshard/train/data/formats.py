@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from trueshard.train.data.batches import (
     Documents,
     Sample,
     all_targets,
+    batched,
     json_document,
     packed,
     pad_ends,
@@ -41,8 +42,9 @@ from trueshard.train.data.vision import VisionCollate, store_images, vision_mess
 
 Layout = Literal["joined", "packed", "single", "kept"]
 """joined: documents follow each other without a gap, and are cut into sequences on reading. packed: several documents
-share a sequence. single: a sample is one record. kept: the same, as JSON that becomes tokens with its batch."""
-Item = TypeVar("Item")
+share a sequence. single: a sample is one record, padded in a batch. kept: one record, as JSON that becomes tokens with
+its batch."""
+Part = str | list[chat.Message]
 
 RECORDS_AT_ONCE = 256
 """Records that are tokenised together: a fast tokenizer spreads one call over threads."""
@@ -54,6 +56,7 @@ class Format:
 
     noun: ClassVar[str]  # name of such data, in messages
     rows: ClassVar[int] = 1  # rows of a batch that a record becomes
+    layout: Layout = "single"
 
     def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
         self.section, self.length, self.tokenizer, self.processor = section, length, tokenizer, processor
@@ -65,12 +68,18 @@ class Format:
     @classmethod
     def layout_of(cls, section: DataSection) -> Layout:
         """Return the layout, known before a tokenizer is, so that a forecast can make batches of the same form."""
-        return "single"
+        return cls.layout
+
+    @classmethod
+    def parts(cls, section: DataSection, record: Record) -> Sequence[Part]:
+        """Return the texts and conversations of a record; a single conversation if it is kept."""
+        raise NotImplementedError
 
     @classmethod
     def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
         """Yield the texts of a record, to train a tokenizer on."""
-        raise NotImplementedError
+        for part in cls.parts(section, record):
+            yield from [part] if isinstance(part, str) else chat.texts(part)
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return the documents of each record; ``folder``: for files beside them. `UserError` names a wrong record."""
@@ -78,12 +87,14 @@ class Format:
 
     def sample(self, documents: Documents) -> Sample:
         """Return the sample of a sequence's documents; for the layouts "packed" and "single"."""
+        if self.layout == "packed":
+            return packed(documents, self.length, pad_token(self.tokenizer))
         (document,) = documents
         return document.sample()
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return the batch of some samples."""
-        return stack(samples)
+        """Return the batch of some samples; those of one record each are padded."""
+        return pad_ends(pad_token(self.tokenizer), samples) if self.layout == "single" else stack(samples)
 
     def documents(self, source: DataSource, folder: Path) -> Iterator[tuple[Record, Documents]]:
         """Iterate over the records of a source and the documents of each, before any is cut."""
@@ -93,23 +104,20 @@ class Format:
     @cached_property
     def template(self) -> chat.ChatTemplate:
         """The tokenizer's chat template."""
-        return chat.ChatTemplate(self.tokenizer, answers_only=True)
+        return chat.ChatTemplate(self.tokenizer, self.section.answers_only)
 
 
 class TextFormat(Format):
     noun = "text"
+    layout = "joined"
 
     @classmethod
-    def layout_of(cls, section: DataSection) -> Layout:
-        return "joined"
-
-    @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
-        yield _plain_text(section.field, record)
+    def parts(cls, section: DataSection, record: Record) -> list[str]:
+        return [_plain_text(section.field, record)]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record, or none for blank text."""
-        texts = [_plain_text(self.section.field, record) for record in records]
+        texts = [text for record in records for text in self.parts(self.section, record)]
         written = [text for text in texts if text.strip()]
         encoded = iter(self.tokenizer(written, add_special_tokens=False)["input_ids"] if written else [])
         end = self.tokenizer.eos_token_id
@@ -124,26 +132,16 @@ class ChatFormat(Format):
         return "packed" if section.packing else "single"
 
     @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
-        return chat.texts(chat.spoken(record))
-
-    @cached_property
-    def template(self) -> chat.ChatTemplate:
-        return chat.ChatTemplate(self.tokenizer, self.section.answers_only)
+    def parts(cls, section: DataSection, record: Record) -> list[list[chat.Message]]:
+        return [chat.flat(chat.conversation(record.fields, record.where), record.where)]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         rendered = [
-            self.template.render(chat.spoken(record), record.where, record.fields.get("tools")) for record in records
+            self.template.render(turns, record.where, record.fields.get("tools"))
+            for record in records
+            for turns in self.parts(self.section, record)
         ]
         return [(document,) for document in self.template.documents(rendered)]
-
-    def sample(self, documents: Documents) -> Sample:
-        if self.layout == "packed":
-            return packed(documents, self.length, pad_token(self.tokenizer))
-        return super().sample(documents)
-
-    def collate(self, samples: Sequence[Sample]) -> Batch:
-        return stack(samples) if self.layout == "packed" else pad_ends(pad_token(self.tokenizer), samples)
 
 
 class PreferenceFormat(Format):
@@ -151,9 +149,8 @@ class PreferenceFormat(Format):
     rows = 2
 
     @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
-        for part in _pair(record.fields, record.where):
-            yield from [part] if isinstance(part, str) else chat.texts(part)
+    def parts(cls, section: DataSection, record: Record) -> tuple[Any, Any, Any]:
+        return _pair(record.fields, record.where)
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return two documents a record: the chosen and the rejected one."""
@@ -180,27 +177,24 @@ class PreferenceFormat(Format):
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Return [2 × pairs, length]: the ``chosen`` sides, then the ``rejected`` ones in the same order."""
-        return pad_ends(pad_token(self.tokenizer), [sample[side] for side in PAIR[1:] for sample in samples])
+        return super().collate([sample[side] for side in PAIR[1:] for sample in samples])
 
 
 class VisionFormat(Format):
     noun = "conversations with images"
+    layout = "kept"
 
     def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
         super().__init__(section, length, tokenizer, processor)
         self._collate = VisionCollate(processor, length, section.answers_only)
 
     @classmethod
-    def layout_of(cls, section: DataSection) -> Layout:
-        return "kept"
-
-    @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
-        return chat.texts(vision_messages(record))
+    def parts(cls, section: DataSection, record: Record) -> list[list[chat.Message]]:
+        return [vision_messages(record)]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
-        conversations = [vision_messages(record) for record in records]
+        conversations = [turns for record in records for turns in self.parts(self.section, record)]
         store_images(conversations, folder)
         return [(json_document(messages),) for messages in conversations]
 
@@ -210,35 +204,34 @@ class VisionFormat(Format):
 
 class PromptFormat(Format):
     noun = "prompts"
+    layout = "kept"
 
     @classmethod
-    def layout_of(cls, section: DataSection) -> Layout:
-        return "kept"
-
-    @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
-        prompt = _prompt(record)
-        yield from [prompt] if isinstance(prompt, str) else chat.texts(prompt)
+    def parts(cls, section: DataSection, record: Record) -> list[Part]:
+        if not section.images:
+            return [_prompt(record)]
+        prompt = record.fields.get("prompt")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return [vision_messages(record._replace(fields={**record.fields, "messages": messages}))]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record, the prompt and all fields as JSON; none for a prompt that is too long.
 
-        Images held as bytes go to `images/` in ``folder``; what else JSON cannot hold is left out of the fields.
+        Images held as bytes go to `images/` in ``folder``.
         """
         return [self._encode(record, folder) for record in records]
 
     def _encode(self, record: Record, folder: Path) -> Documents:
+        (prompt,) = self.parts(self.section, record)
         if self.section.images:
-            value = record.fields.get("prompt")
-            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            prompt: Any = vision_messages(Record({**record.fields, "messages": messages}, *record[1:]))
+            assert not isinstance(prompt, str)
             store_images([prompt], folder)
         else:
-            prompt, tools = _prompt(record), record.fields.get("tools")
+            tools = record.fields.get("tools")
             text = prompt if isinstance(prompt, str) else self.template.prompt(prompt, record.where, tools)
             if len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) > self.length:
                 return ()
-        return (json_document({"prompt": prompt, "record": _json_values({**record.fields, "prompt": prompt})}),)
+        return (json_document({"prompt": prompt, "record": {**record.fields, "prompt": prompt}}),)
 
 
 FORMATS: dict[str, type[Format]] = {
@@ -249,13 +242,6 @@ FORMATS: dict[str, type[Format]] = {
     "prompt": PromptFormat,
 }
 """Value of `data.format` → format; the values stand in `DataSection` too."""
-
-
-def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield consecutive items, ``size`` at a time."""
-    remaining = iter(items)
-    while group := list(islice(remaining, size)):
-        yield group
 
 
 # Fields of records
@@ -313,12 +299,3 @@ def _prompt(record: Record) -> str | list[chat.Message]:
     if not value.strip():
         raise _lacking("prompt", "has an empty 'prompt'", record.fields, where)
     return value
-
-
-def _json_values(value: Any) -> Any:
-    """Return what JSON can hold of a value; None in place of anything else."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_values(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_values(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool)) else None

@@ -12,18 +12,14 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
 
 from trueshard.errors import UserError
-from trueshard.train.data.batches import Batch, Collate, Mixture, Sample, Samples, Stream
-
-Item = TypeVar("Item")
-Fetch = Callable[[int, int], list[tuple[Sample, str]]]
-"""(first, count) → the global samples from ``first`` on, which never decreases, and the origins of a stream's."""
+from trueshard.train.data.batches import Batch, Collate, Item, Mixture, Sample, Samples, Stream, batched
 
 PATIENCE = 2.0
 """Seconds to wait for the thread when closing; a slower one ends by itself after its item."""
@@ -110,8 +106,10 @@ class Loader:
             samples = Mixture([samples], [1])
         self._data: Any = samples
         self._collate, self._seed = collate, seed
-        self._batch_size, self._accumulate, self._rank = batch_size, accumulate, rank
-        self._own = batch_size // (ranks * accumulate)
+        self._batch_size, self._accumulate = batch_size, accumulate
+        self._microbatch = batch_size // (ranks * accumulate)  # samples
+        portion = batch_size // ranks
+        self._part = range(rank * portion, (rank + 1) * portion)  # this rank's samples among those of a step
         self._prefetch, self._device = prefetch, device
         self._first = 0  # first global sample of the current step
         self._taken = 0  # microbatches given in the current step
@@ -149,7 +147,7 @@ class Loader:
     def describe_last(self, microbatches: int) -> str:
         """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
         last = self._first + self._batch_size - 1
-        origins, owner = self._origins[-microbatches * self._own :], "of this rank: "
+        origins, owner = self._origins[-microbatches * self._microbatch :], "of this rank: "
         if isinstance(self._data, Mixture):
             indices = self._data.order(self._seed).indices(self._first, self._batch_size).tolist()
             origins, owner = [self._data.where(index) for index in indices], ""
@@ -159,10 +157,8 @@ class Loader:
 
     def _begin(self) -> Iterator[tuple[Batch, list[str]]]:
         # Nothing here may refer to self: the thread would keep this loader alive.
-        own, steps = self._own, itertools.count(self._first, self._batch_size)
-        offsets = range(self._rank * own * self._accumulate, (self._rank + 1) * own * self._accumulate, own)
-        places = ((step + offset, own) for step in steps for offset in offsets)
-        made = _microbatches(_fetcher(self._data, self._seed), self._collate, places, self._device)
+        samples = _samples_of(self._data, self._seed, self._first, self._batch_size, self._part)
+        made = _microbatches(samples, self._microbatch, self._collate, self._device)
         return Prefetcher(made, self._prefetch * self._accumulate, self._device) if self._prefetch else made
 
 
@@ -197,14 +193,10 @@ class EvaluationLoader:
         self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[Batch]:
-        firsts = range(self._first, self._last, self._batch_size)
-        ranges = ((first, min(self._batch_size, self._last - first)) for first in firsts)
-        made = _microbatches(self._fetch, self._collate, ranges, self._device)
+        samples = ((self._samples[index], "") for index in range(self._first, self._last))
+        made = _microbatches(samples, self._batch_size, self._collate, self._device)
         with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
             yield from (batch for batch, _ in ready)
-
-    def _fetch(self, first: int, count: int) -> list[tuple[Sample, str]]:
-        return [(self._samples[index], "") for index in range(first, first + count)]
 
 
 class EndlessLoader:
@@ -259,8 +251,8 @@ class EndlessLoader:
                 )
             return
         here = torch.get_rng_state()
-        own, *others = state["begun"][rank]
-        torch.set_rng_state(own.cpu())
+        default, *others = state["begun"][rank]
+        torch.set_rng_state(default.cpu())
         for generator, begun in zip(self._generators(), others, strict=True):
             generator.set_state(begun.cpu())
         self.passes, self.in_pass = int(state["passes"]), 0
@@ -289,27 +281,27 @@ class EndlessLoader:
 
 
 def _microbatches(
-    fetch: Fetch, collate: Collate, ranges: Iterator[tuple[int, int]], device: torch.device | None
+    samples: Iterable[tuple[Sample, str]], size: int, collate: Collate, device: torch.device | None
 ) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield the microbatch of each (first sample, count), and the origins of its samples."""
-    for first, count in ranges:
-        taken = fetch(first, count)
-        batch = collate([sample for sample, _ in taken])
+    """Yield microbatches of ``size`` samples, and the origins of their samples."""
+    for group in batched(samples, size):
+        batch = collate([sample for sample, _ in group])
         if device is not None and device.type == "cuda":
             batch = {key: value.pin_memory() for key, value in batch.items()}
-        yield batch, [origin for _, origin in taken]
+        yield batch, [origin for _, origin in group]
 
 
-def _fetcher(data: Mixture | Stream, seed: int) -> Fetch:
+def _samples_of(data: Mixture | Stream, seed: int, first: int, step: int, part: range) -> Iterator[tuple[Sample, str]]:
+    """Yield the samples at ``part`` of each step of ``step`` samples, from global sample ``first`` on, without end.
+
+    A stream's come with their origins, as it cannot be asked for them later.
+    """
     if isinstance(data, Mixture):
         order = data.order(seed)
-        return lambda first, count: [(data[index], "") for index in order.indices(first, count).tolist()]
-    samples, at = data.begin(seed), 0
-
-    def fetch(first: int, count: int) -> list[tuple[Sample, str]]:
-        nonlocal at
-        taken = list(itertools.islice(samples, first - at, first - at + count))
-        at = first + count
-        return taken
-
-    return fetch
+        for begin in itertools.count(first, step):
+            for index in order.indices(begin + part.start, len(part)).tolist():
+                yield data[index], ""
+    else:
+        for number, placed in enumerate(itertools.islice(data.begin(seed), first, None)):
+            if number % step in part:
+                yield placed

@@ -30,16 +30,16 @@ from trueshard.train.data.batches import (
     Samples,
     Stream,
     StreamMixture,
+    batched,
     pack,
     sequence,
     span,
     truncate,
 )
-from trueshard.train.data.formats import FORMATS, Format, batched
+from trueshard.train.data.formats import FORMATS, Format
 from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
-from trueshard.train.data.vision import vision_messages
 
 BUFFER = 1024
 """Samples of a stream from which the next one is drawn."""
@@ -192,8 +192,8 @@ def _identity(config: Config) -> dict[str, Any]:
 def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
     noun, doing = FORMATS[config.data.format].noun, "training a tokenizer on it" if trains else "reading it"
     sizes = [source.size() for source in sources]
-    known = sum(size for size in sizes if size is not None)
-    shown = f"{known / 1e6:.1f} MB" if known >= 1e6 else f"{known / 1e3:.1f} kB"
+    total = sum(size for size in sizes if size is not None)
+    shown = f"{total / 1e6:.1f} MB" if total >= 1e6 else f"{total / 1e3:.1f} kB"
     what = ", ".join(source.name for source in sources) if None in sizes else f"{shown} of {noun}"
     if not config.data.streaming:
         print(f"{what}: {doing}", flush=True)
@@ -233,17 +233,18 @@ class SourceStream:
         form = self._form
         if form.layout == "kept":
             for record in self._source.records():
-                yield {"messages": vision_messages(record), "where": record.where}, record.where
+                (turns,) = form.parts(form.section, record)
+                yield {"messages": turns, "where": record.where}, record.where
         elif form.layout == "joined":
             yield from self._joined()
         elif form.layout == "packed":
             for group in batched(self._documents(), TOGETHER):
                 for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
-                    documents = [document for number in members for document in group[number][0]]
-                    yield form.sample(tuple(documents)), span([group[number][1] for number in members])
+                    documents = tuple(document for number in members for document in group[number][0])
+                    yield form.sample(documents), span([group[number][1] for number in members])
         else:
-            for found, where in self._documents():
-                yield form.sample(found), where
+            for documents, where in self._documents():
+                yield form.sample(documents), where
 
     def _documents(self) -> Iterator[tuple[Documents, str]]:
         """Iterate over the documents of each record that has any, and its origin."""

@@ -26,11 +26,11 @@ from typing import IO, Any, NamedTuple
 
 from trueshard.errors import UserError, cut_line, explained, one_line
 from trueshard.train.config import TEXT_FILES, DataSection
+from trueshard.train.models.config import is_hub_name
 
 Fields = dict[str, Any]
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"
 )
@@ -125,7 +125,7 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
         return HubSource(key, name, weight, (str(saved),), section.field, revision=revision, saved=True)
     if path.is_dir():
         return DataSource(key, name, weight, _folder(section, path, key), section.field)
-    if not path.exists() and HUB_NAME.fullmatch(name) and kind(path) not in READERS:
+    if is_hub_name(name) and kind(path) not in READERS:
         hub = (section.subset, section.split, _revision(name, key), section.streaming)
         return HubSource(key, name, weight, (name,), section.field, *hub)
     if not path.exists():
@@ -152,7 +152,7 @@ def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
         groups = [[file for file in listed if _matches(file, patterns)]]
     else:
         patterns = TEXT_FILES if section.format == "text" else [f"*{suffix}" for suffix in READERS]
-        lines, arrays = ([file for file in listed if kind(file) in each] for each in (LINES, ARRAYS))
+        lines, arrays = ([file for file in listed if kind(file) in suffixes] for suffixes in (LINES, ARRAYS))
         text = [file for file in listed if _matches(file, TEXT_FILES)] if section.format == "text" else []
         # Code often lies beside .json and .csv files that are no data, so next to text these do not count.
         groups = [group for group in ([text, lines] if text else [lines, arrays]) if group] or [[]]

@@ -59,8 +59,10 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
 
     key, path = _place(section, model)
     if section.vocab_size is not None:
-        said = "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained"
-        raise UserError(f"{said}; set tokenizer.path to a directory with a processor instead")
+        raise UserError(
+            "tokenizer.vocab_size: images need a processor that knows their tokens, which cannot be trained; set "
+            "tokenizer.path to a directory with a processor instead"
+        )
     remedy = "give a directory of a vision-language model"
     with explained(f"{key}: no processor can be read from {path}", remedy, detail=cut_line):
         processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
@@ -94,19 +96,18 @@ def pad_token(tokenizer: Any) -> int:
 
 def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> None:
     """Set the chat template of the tokenizer (and the processor). Raises `UserError` if its file cannot be read."""
-    own = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
-    own = own.get("default") if isinstance(own, dict) else own
-    image = getattr(processor, "image_token", IMAGE)
-    template = own or CHATML.replace(IMAGE, image)
+    template = template.get("default") if isinstance(template, dict) else template
+    template = template or CHATML.replace(IMAGE, getattr(processor, "image_token", IMAGE))
     if (name := section.chat_template) is not None:
         with explained(f"tokenizer.chat_template: {name} cannot be read", "give a Jinja file", detail=str):
             template = Path(name).expanduser().read_text(encoding="utf-8")
         if not template.strip():
             raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
-    for each in (tokenizer, processor):
-        if each is not None:
-            each.chat_template = template
+    for target in (tokenizer, processor):
+        if target is not None:
+            target.chat_template = template
 
 
 def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:

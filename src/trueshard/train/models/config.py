@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from trueshard.errors import explained
 from trueshard.train.section import Fraction, Section, Text, one_of
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_hub_name(path: str) -> bool:
