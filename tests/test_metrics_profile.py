@@ -47,7 +47,10 @@ def test_a_run_that_ends_before_leaves_what_it_has(tmp_path: Path, capsys: pytes
     assert recorded(tmp_path / "rank-0.json.gz")
 
 
-def test_a_run_that_ends_before_the_first_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer([Profile(tmp_path, 4, 5)], 2).fit()
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_ends_before_the_first_says_so(
+    steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer([Profile(tmp_path, 4, 5)], steps).fit()
     assert lacking(capsys.readouterr().out, "No profile", "step 4") == []
     assert not list(tmp_path.iterdir())

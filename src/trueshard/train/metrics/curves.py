@@ -96,18 +96,18 @@ def shown_panels(runs: Sequence[RunRecords]) -> list[Panel]:
     """Return the panels that a run has values for; what no run has is left out of them, too."""
     rewarded = any(has_reward(run.records) for run in runs)
 
-    def found(key: str) -> list[RunCurve]:
+    def curves_of(key: str) -> list[RunCurve]:
         return [points for run in runs if (points := curve(run.records, key)) is not None]
 
     panels = []
     for panel in PANELS:
-        if not (curves := found(panel.key)):
+        if not (curves := curves_of(panel.key)):
             continue
         if rewarded and panel is LOSS:
             panel = replace(panel, title="Policy loss", unit="signed")
-        if not found(panel.dashed):
+        if not curves_of(panel.dashed):
             panel = replace(panel, dashed="", dashed_name="")
-        band = panel.band if found(panel.band) else ""
+        band = panel.band if curves_of(panel.band) else ""
         log = panel.log and any((points.mean > 0).any() for points in curves)
         panels.append(replace(panel, band=band, log=log))
     return panels
@@ -127,7 +127,9 @@ def curve(records: Sequence[Record], key: str, points: int = POINTS) -> RunCurve
     import pandas
 
     before = {0: 0}  # step → tokens, of an evaluation before training
-    steps = [(step := each["step"], each.get("tokens", before.get(step)), _value(each, key)) for each in records]
+    steps = [
+        (record["step"], record.get("tokens", before.get(record["step"])), _value(record, key)) for record in records
+    ]
     rows = pandas.DataFrame([row for row in steps if row[2] is not None], columns=["step", "tokens", "value"])
     rows = rows.astype(float).replace([math.inf, -math.inf], math.nan)
     if not rows.value.notna().any():
@@ -147,10 +149,10 @@ def smoothed(curve: RunCurve, half_life: float) -> Values:
     lives = np.minimum(half_life, np.maximum(curve.step - curve.step[0], 1) / 10)
     places = np.cumsum(np.diff(curve.step, prepend=curve.step[0]) / lives)  # in half-lives
     nearness = 0.5 ** np.abs(places[:, None] - places)  # [points, points]
-    known = np.isfinite(curve.mean)
-    weights = np.where(known, curve.count, 0.0)
-    sums = np.where(known, curve.mean, 0.0) * weights
-    return np.divide(nearness @ sums, nearness @ weights, out=np.full_like(sums, np.nan), where=known)
+    finite = np.isfinite(curve.mean)
+    weights = np.where(finite, curve.count, 0.0)
+    sums = np.where(finite, curve.mean, 0.0) * weights
+    return np.divide(nearness @ sums, nearness @ weights, out=np.full_like(sums, np.nan), where=finite)
 
 
 def half_life(runs: Sequence[RunRecords]) -> int:

@@ -53,10 +53,10 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float | None:
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     looked_up, used = set[int](), set[int]()
     for module in model.modules():
-        own = looked_up if isinstance(module, nn.Embedding) else used
-        own.update(map(id, module.parameters(recurse=False)))
+        parameters = looked_up if isinstance(module, nn.Embedding) else used
+        parameters.update(map(id, module.parameters(recurse=False)))
     counted = [parameter for parameter in model.parameters() if id(parameter) not in looked_up - used]
-    weights = sum((6 if each.requires_grad else 4) * each.numel() for each in counted)
+    weights = sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in counted)
     return float(weights + 12 * layers * heads * size * sequence_length)
 
 
@@ -141,15 +141,10 @@ def record_of(line: bytes) -> Line:
 
 
 def _line_of(record: Line) -> bytes:
-    try:
-        text = json.dumps(record, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_mapped(record, lambda value: None if _is_lost(value) else value), allow_nan=False)
-    return text.encode() + b"\n"
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-
-def _is_lost(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return json.dumps(_mapped(record, finite), allow_nan=False).encode() + b"\n"
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -196,8 +191,8 @@ def read_steps(path: Path) -> list[LineSpan]:
     """Return the place of each line; of lines that `StepLines` wrote, only start and end are looked at."""
 
     def step_of(line: bytes) -> Line:
-        known = START.match(line) if line.endswith(b"}\n") else None
-        return {"step": int(known[1])} if known else record_of(line)
+        match = START.match(line) if line.endswith(b"}\n") else None
+        return {"step": int(match[1])} if match else record_of(line)
 
     return [span for span, _ in read_lines(path, step_of)]
 
@@ -275,8 +270,8 @@ class Profile(Callback):
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
         self._folder, self._first, self._last = folder, first, last
-        self._profiler: torch.profiler.profile | None = None
-        self._taken, self._written, self._rank = 0, False, 0
+        self._profiler: torch.profiler.profile | None = None  # until the last of the steps
+        self._taken, self._rank = 0, 0
 
     def on_start(self, trainer: Trainer) -> None:
         self._rank = trainer.rank
@@ -286,28 +281,26 @@ class Profile(Callback):
         self._profiler.start()
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        self._taken += 1
         if self._profiler is not None:
+            self._taken += 1
             self._profiler.step()
-        if self._taken == self._last:
-            self.on_end(trainer)
+            if self._taken == self._last:
+                self.on_end(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        if self._profiler is None:
-            return
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        last = min(self._taken, self._last)
-        steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
-        message = f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz"
-        if not self._written:
-            message = f"No profile: the run ended before step {self._first} since its start"
-        if self._rank == 0:
-            print(message, flush=True)
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+            if self._taken < self._first and self._rank == 0:
+                print(f"No profile: the run ended before step {self._first} since its start", flush=True)
 
     def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._taken < self._first:  # it ended in its first step, or before
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"rank-{self._rank}.json.gz"
         with replacing(file) as scratch:  # of the same suffix, by which the profiler gzips
             profiler.export_chrome_trace(str(scratch))
-        self._written = True
+        if self._rank == 0:
+            steps = f"step {self._taken}" if self._taken == self._first else f"steps {self._first} to {self._taken}"
+            print(f"Profile of {steps} since the start: {self._folder}/rank-*.json.gz", flush=True)

@@ -130,9 +130,9 @@ def figures(record: dict[str, Any]) -> dict[str, str]:
 
 def trend(rewards: Sequence[float]) -> float | None:
     """Return the mean of the last steps less that of as many before; None for less than ten steps."""
-    known = [reward for reward in rewards if math.isfinite(reward)]
-    count = min(LAST_STEPS, len(known) // 2)
-    return sum(known[-count:]) / count - sum(known[-2 * count : -count]) / count if count >= 5 else None
+    finite = [reward for reward in rewards if math.isfinite(reward)]
+    count = min(LAST_STEPS, len(finite) // 2)
+    return sum(finite[-count:]) / count - sum(finite[-2 * count : -count]) / count if count >= 5 else None
 
 
 def _arrow(change: float | None) -> str:

@@ -75,12 +75,12 @@ def add_adapter(model: Any, section: AdapterSection, task: str | None, checking:
         return peft.get_peft_model(model, config)
 
 
-def _check(model: nn.Module, section: AdapterSection, known: set[str]) -> None:
+def _check(model: nn.Module, section: AdapterSection, fields: set[str]) -> None:
     for name in section.arguments:
         if name in _OWN:
             raise UserError(f"adapter.arguments.{name}: this is adapter.{_OWN[name]}; set that instead")
-        if name not in known:
-            raise UserError(f"adapter.arguments.{name}: PEFT's LoraConfig has no such field.{nearest(name, known)}")
+        if name not in fields:
+            raise UserError(f"adapter.arguments.{name}: PEFT's LoraConfig has no such field.{nearest(name, fields)}")
     modules = [name for name, _ in model.named_modules() if name]
     ends = {name.rpartition(".")[2] for name in modules}
     targets = section.targets if isinstance(section.targets, list) else []

@@ -240,13 +240,13 @@ def _check_known(config: Config, model_type: Any, where: str) -> None:
     """Raise `UserError` for a ``model_type`` that the auto class of `data.format` does not have."""
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    known, noun = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
+    names_of, noun = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
     if config.images:
-        known, noun = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
-    if model_type not in known:
+        names_of, noun = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
+    if model_type not in names_of:
         is_other = model_type in configuration_auto.CONFIG_MAPPING_NAMES
         state = f"is not a {noun}" if is_other else "is unknown to transformers"
-        near = nearest(str(model_type), known)
+        near = nearest(str(model_type), names_of)
         raise UserError(f"{where}: the architecture {model_type!r} {state}; choose another.{near}")
 
 
@@ -307,23 +307,23 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         return False
     if is_adapted:
         adapters.initialise(root, empty(config, settings), config.train.seed, resting_device(root))
-    known: dict[str, str] | None = None  # name → name before the model was adapted
+    base_keys: dict[str, str] | None = None  # name → name before the model was adapted
     if (path / MANIFEST).is_file():  # one of our checkpoints; ``load`` knows other directories
-        known = {name: place.key for name, place in (adapted_keys(root, "") or {}).items() if place.stem == "model"}
+        base_keys = {name: place.key for name, place in (adapted_keys(root, "") or {}).items() if place.stem == "model"}
     try:
-        found = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=known)
+        result = trueshard.load(path, model=root, strict=False, convert=True, rng=False, names=base_keys)
     except (ValueError, OSError) as error:
         text = one_line(error)
         if "more than reading bytes" in text:  # transformers can assemble it
             return False
         raise UserError(f"model.path: {text}") from error
-    if lacking := sorted({*found.missing, *found.mismatched} - adapters.added(root)):
+    if lacking := sorted({*result.missing, *result.mismatched} - adapters.added(root)):
         raise UserError(
             f"model.path: {path} has no {lacking[0]!r} of the model's shape (and {len(lacking) - 1} more); it holds "
-            f"weights of another model.{nearest(lacking[0], found.unexpected)}"
+            f"weights of another model.{nearest(lacking[0], result.unexpected)}"
         )
-    if found.unexpected and _is_first():
-        kind, unused = _torch.own_class(root).__name__, found.unexpected
+    if (unused := result.unexpected) and _is_first():
+        kind = _torch.own_class(root).__name__
         warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
     return True
 
@@ -346,15 +346,15 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
         if not below and not _leaves_children(module, owners):
             return False
         module.to_empty(device=device, recurse=below)
-        own = {key: tensor for key, tensor in _tensors(name, module, below) if tensor.numel()}
-        for tensor in own.values():
+        held = {key: tensor for key, tensor in _tensors(name, module, below) if tensor.numel()}
+        for tensor in held.values():
             mark_unwritten(tensor)
         with seeded(seed, name, device):
             if below:
                 module.apply(initialise)  # from the inside outwards
             else:
                 initialise(module)
-        for key, tensor in own.items():
+        for key, tensor in held.items():
             if key in added:
                 continue
             if is_unwritten(tensor):
@@ -381,8 +381,8 @@ def _tensors(name: str, module: nn.Module, below: bool) -> Iterator[tuple[str, t
 
 def _leaves_children(module: nn.Module, owners: dict[int, Callable[[nn.Module], Any]]) -> bool:
     """True if initialising a module that contains blocks, all on the meta device, writes to nothing below it."""
-    own = {id(tensor) for _, tensor in _tensors("", module, False)}
-    tensors = [each for each in (*module.parameters(), *module.buffers()) if id(each) not in own]
+    held = {id(tensor) for _, tensor in _tensors("", module, False)}
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in held]
     before = [_torch.version(tensor) for tensor in tensors]
     if id(module) in owners:
         owners[id(module)](module)

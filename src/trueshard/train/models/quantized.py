@@ -56,11 +56,11 @@ class QuantizedLinear(nn.Linear):
 
 def quantise_layers(model: nn.Module, kind: Quantization, wanted: Callable[[str], bool]) -> int:
     """Replace the ``wanted`` plain linear layers of ``model``, in place; return their number of weights."""
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
-    for name, module in found:
+    layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and wanted(name)]
+    for name, module in layers:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, QuantizedLinear(module, kind))
-    return sum(module.weight.numel() for _, module in found)
+    return sum(module.weight.numel() for _, module in layers)
 
 
 def quantise(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
