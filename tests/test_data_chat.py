@@ -42,11 +42,6 @@ def chat(root: Path, records: list[Any], template: str | None = None, length: in
     return corpora.made(corpora.config(root, settings, length=length, tokenizer=tokenizer))
 
 
-def learnt(data: Prepared, sample: Sample) -> str:
-    """What the targets say."""
-    return str(data.tokenizer.decode([token for token in sample["targets"] if token != IGNORED]))
-
-
 def shown(data: Prepared, sample: Sample) -> str:
     return str(data.tokenizer.decode(sample["input_ids"]))
 
@@ -67,7 +62,7 @@ def test_only_what_the_assistant_says_is_a_target(tmp_path: Path, template: str 
     record = corpora.conversation(5, turns=2)
     record["messages"].insert(0, SYSTEM)
     data = chat(tmp_path, [record], template, packing=False)
-    assert learnt(data, data.train[0]) == expected
+    assert corpora.learnt(data, data.train[0]["targets"]) == expected
     assert "What is 5 + 1?" in shown(data, data.train[0])
 
 

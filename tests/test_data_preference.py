@@ -22,11 +22,7 @@ def preferences(root: Path, records: list[Any], length: int = 128) -> Prepared:
 
 
 def said(data: Prepared, sample: Sample) -> list[str]:
-    tokenizer = data.tokenizer
-    return [
-        tokenizer.decode([token for token in sample[side]["targets"] if token != IGNORED])
-        for side in ("chosen", "rejected")
-    ]
+    return [corpora.learnt(data, sample[side]["targets"]) for side in ("chosen", "rejected")]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,7 @@ def test_samples_follow_from_the_seed(tmp_path: Path) -> None:
 
 def test_places_name_the_documents(tmp_path: Path) -> None:
     data = streamed(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))})
-    tokenizer = data.tokenizer
-    begun = set()
-    for ids, where in first(data, 20):
-        text = tokenizer.decode(ids)
-        named = [int(each) for each in re.findall(r"(\d{3})\.txt", where)]
-        for number in range(20):
-            if f"Text {number} begins" in text:
-                begun.add(number)
-                assert named[0] <= number <= named[-1]
-    assert len(begun) > 3
+    corpora.check_places(data, first(data, 20))
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -80,10 +70,7 @@ def test_conversations_have_the_targets_of_prepared_ones(tmp_path: Path, packing
 
 
 def test_sources_take_turns_by_weight(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        corpora.write_texts(tmp_path / name, 40)
-    sources = [{"path": str(tmp_path / "a"), "weight": 3.0}, {"path": str(tmp_path / "b")}]
-    data = streamed(tmp_path, {"sources": sources})
+    data = streamed(tmp_path, corpora.weighted(tmp_path))
     assert sum(str(tmp_path / "a") in where for _, where in first(data, 40)) == 30
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 from pathlib import Path
 from typing import get_args
 
@@ -111,18 +110,8 @@ def test_documents_are_joined_and_cut_without_loss(tmp_path: Path) -> None:
 
 
 def test_a_sample_knows_its_documents(tmp_path: Path) -> None:
-    folder = corpora.write_texts(tmp_path / "text")
-    data = corpora.made(corpora.config(tmp_path, {"path": str(folder)}))
-    tokenizer = data.tokenizer
-    begun = set()
-    for index in range(len(data)):
-        text = tokenizer.decode(data.train[index]["input_ids"])
-        named = [int(each) for each in re.findall(r"(\d{3})\.txt", data.train.where(index))]
-        for number in range(20):
-            if f"Text {number} begins" in text:
-                begun.add(number)
-                assert named[0] <= number <= named[-1]
-    assert len(begun) > 3
+    data = corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
+    corpora.check_places(data, [(data.train[i]["input_ids"], data.train.where(i)) for i in range(len(data))])
 
 
 def test_held_out_text_is_the_part_asked_for_and_not_trained_on(tmp_path: Path) -> None:
@@ -159,10 +148,7 @@ def test_evaluation_of_its_own_is_not_in_the_data(tmp_path: Path) -> None:
 
 
 def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        corpora.write_texts(tmp_path / name, 40)
-    sources = [{"path": str(tmp_path / "a"), "weight": 3.0}, {"path": str(tmp_path / "b")}]
-    data = corpora.made(corpora.config(tmp_path, {"sources": sources}))
+    data = corpora.made(corpora.config(tmp_path, corpora.weighted(tmp_path)))
     order = data.train.order(seed=1)  # type: ignore[union-attr]
     places = [data.train.where(index) for index in order.indices(0, 40)]  # type: ignore[union-attr]
     assert sum(str(tmp_path / "a") in place for place in places) == 30
@@ -251,16 +237,18 @@ def test_source_that_is_too_short_is_named(tmp_path: Path) -> None:
         corpora.made(corpora.config(tmp_path, {"sources": sources}))
 
 
-def test_nothing_held_out_is_refused(tmp_path: Path) -> None:
-    folder = corpora.write_texts(tmp_path / "text")
-    with pytest.raises(UserError, match=naming("evaluation.fraction", "0.001", "one sequence")):
-        corpora.made(corpora.config(tmp_path, {"path": str(folder)}, evaluation={"fraction": 0.001}))
-
-
-def test_nothing_left_to_learn_from_is_refused(tmp_path: Path) -> None:
-    folder = corpora.write_texts(tmp_path / "text", 3)
-    with pytest.raises(UserError, match=naming("tokens", "evaluation.fraction")):
-        corpora.made(corpora.config(tmp_path, {"path": str(folder)}, evaluation={"fraction": 0.9}))
+@pytest.mark.parametrize(
+    ("texts", "fraction", "parts"),
+    [
+        (20, 0.001, ("evaluation.fraction", "0.001", "one sequence")),
+        (3, 0.9, ("data.path", "tokens", "evaluation.fraction")),
+    ],
+    ids=["nothing held out", "nothing left to learn from"],
+)
+def test_an_empty_part_is_refused(tmp_path: Path, texts: int, fraction: float, parts: tuple[str, ...]) -> None:
+    folder = corpora.write_texts(tmp_path / "text", texts)
+    with pytest.raises(UserError, match=naming(*parts)):
+        corpora.made(corpora.config(tmp_path, {"path": str(folder)}, evaluation={"fraction": fraction}))
 
 
 def test_own_tokenizer_that_changes_makes_the_data_anew(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from trueshard.train.config import Config, DataSection
 from trueshard.train.data.batches import IGNORED
 from trueshard.train.data.formats import FORMATS, VisionFormat
 from trueshard.train.data.loader import Loader
-from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.sources import Record
 from trueshard.train.data.tokenizer import CHATML
 from trueshard.train.data.vision import VisionCollate, place_images
@@ -111,10 +110,6 @@ def asked(question: Any = "What is it?", answer: str = "A grey square.") -> list
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def learnt(data: Prepared, targets: torch.Tensor) -> str:
-    return str(data.tokenizer.decode([token for token in targets.tolist() if token != IGNORED]))
-
-
 def brightness(pixels: torch.Tensor) -> list[int]:
     """Of pictures, as they were before the processor normalised them: from 0 to 3."""
     mean, std = torch.tensor([0.48145466, 0.26862954]).unbind()  # of CLIP's first colour
@@ -140,7 +135,7 @@ def test_answers_are_targets_and_pictures_come_with_them(tmp_path: Path, process
     write_pictures(tmp_path)
     data = corpora.made(vision(tmp_path, processor, [FORMS[form]]))
     batch = data.collate([data.train[0]])
-    assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
+    assert corpora.learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
     assert (batch["input_ids"] == 1).sum() == IMAGE_TOKENS
     assert brightness(batch["pixel_values"]) == [2]
 
@@ -161,8 +156,8 @@ def test_several_pictures_in_several_turns(tmp_path: Path, processor: Path) -> N
     records = [{"messages": turns, "images": pictures}, {"messages": asked("Hello."), "images": ["pictures/0.png"]}]
     data = corpora.made(vision(tmp_path, processor, records))
     batch = data.collate([data.train[1], data.train[0]])
-    assert learnt(data, batch["targets"][1]) == "The second.<|im_end|>Between.<|im_end|>"
-    assert learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
+    assert corpora.learnt(data, batch["targets"][1]) == "The second.<|im_end|>Between.<|im_end|>"
+    assert corpora.learnt(data, batch["targets"][0]) == "A grey square.<|im_end|>"
     assert (batch["input_ids"] == 1).sum(1).tolist() == [IMAGE_TOKENS, 3 * IMAGE_TOKENS]
     assert brightness(batch["pixel_values"]) == [0, 3, 1, 2]
 
@@ -247,7 +242,7 @@ def test_kept_format_is_stored_and_streamed_by_its_own_reading_of_a_record(
         records = [{"caption": "Dark.", "file": "pictures/0.png"}]
         data = corpora.made(vision(tmp_path, processor, records, streaming=streaming))
         loader = Loader(data.train, data.collate, batch_size=1)
-        assert learnt(data, next(loader)["targets"][0]) == "Dark.<|im_end|>"
+        assert corpora.learnt(data, next(loader)["targets"][0]) == "Dark.<|im_end|>"
         loader.close()
 
 
