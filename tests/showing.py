@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from matplotlib.image import imread
 from torch import nn
 
 import trueshard
@@ -153,3 +156,17 @@ def write_samples(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
     file = folder / "samples.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in lines))
     return file
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """The figures in a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
+
+
+def assert_drawn(picture: Path, pixels: int, *colours: str) -> None:
+    """Each colour, such as "#2f5fd0", has more than so many pixels of a picture."""
+    levels = (imread(picture)[..., :3] * 255).round().astype(int)
+    for colour in colours:
+        assert (abs(levels - list(bytes.fromhex(colour[1:]))).max(-1) < 8).sum() > pixels, colour

@@ -234,7 +234,7 @@ def test_kept_format_is_stored_and_streamed_by_its_own_reading_of_a_record(
         @classmethod
         def parts(cls, section: DataSection, record: Record) -> list[list[dict[str, Any]]]:
             fields = {"messages": asked(answer=record.fields["caption"]), "image": record.fields["file"]}
-            return super().parts(section, record._replace(fields=fields))
+            return super().parts(section, Record(fields, *record[1:]))
 
     monkeypatch.setitem(FORMATS, "vision", Captions)
     write_pictures(tmp_path)
@@ -255,6 +255,15 @@ def test_what_is_longer_is_cut_after_its_pictures(tmp_path: Path, processor: Pat
     short = corpora.made(vision(tmp_path, processor, records, length=20))
     with pytest.raises(UserError, match=naming("seen.jsonl, line 1", "images", 20, "tokens")):
         short.collate([short.train[0]])
+
+
+def test_source_without_a_record_is_named_as_such_after_one_with_some(tmp_path: Path, processor: Path) -> None:
+    write_pictures(tmp_path)
+    full = corpora.write_lines(tmp_path / "seen.jsonl", [FORMS["images"]])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    data = {"format": "vision", "sources": [{"path": str(full)}, {"path": str(tmp_path / "empty.jsonl")}]}
+    with pytest.raises(UserError, match=naming("data.sources[1]", "empty.jsonl", "no record")):
+        corpora.made(corpora.config(tmp_path, data, length=256, tokenizer={"path": str(processor)}))
 
 
 @pytest.mark.parametrize(

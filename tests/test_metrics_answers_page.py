@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import chromium
 from messages import lacking, naming
 from resting import all_but
-from showing import answer, answers, rewarded, write_run, write_samples
+from showing import answer, answers, data_of, rewarded, write_run, write_samples
 from trueshard.errors import UserError
 from trueshard.train.metrics import answers_page
 from trueshard.train.metrics.answers_page import choose, page
@@ -43,12 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def file(run: Path) -> Path:
     return plot([run])[-1]
-
-
-def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
 # The file

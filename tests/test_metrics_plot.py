@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +12,9 @@ from matplotlib.image import imread
 
 import chromium
 from messages import lacking, naming
-from showing import record, rewarded, write_run
+from showing import assert_drawn, data_of, record, rewarded, write_run
 from trueshard.errors import UserError
-from trueshard.train.metrics.curves import RunRecords, curve, half_life, picture, shown_panels, smoothed
+from trueshard.train.metrics.curves import COLOURS, RunRecords, curve, half_life, picture, shown_panels, smoothed
 from trueshard.train.metrics.plot import page, plot, read_runs
 
 PLAIN = ["loss", "evaluation_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory", "data_wait"]
@@ -182,10 +180,8 @@ def test_out_names_one_file_of_either_form(two: list[Path], tmp_path: Path) -> N
 
 def test_the_picture_has_every_run_s_colour(two: list[Path], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(read_runs(two)))
-    pixels = (imread(tmp_path / "a.png")[..., :3] * 255).round().astype(int)
-    for colour in ((0x2F, 0x5F, 0xD0), (0xD9, 0x73, 0x0D)):
-        assert (abs(pixels - colour).max(-1) < 8).sum() > 500, colour
-    assert pixels.shape[1] == 1560
+    assert_drawn(tmp_path / "a.png", 500, *COLOURS[:2])
+    assert imread(tmp_path / "a.png").shape[1] == 1560
 
 
 def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
@@ -193,12 +189,6 @@ def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
 
 
 # The page
-
-
-def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
 def test_the_page_has_the_figures_and_points_nowhere(two: list[Path]) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from matplotlib.image import imread
-
 from messages import lacking
-from showing import record, rewarded
-from trueshard.train.metrics.curves import draw_result
+from showing import assert_drawn, record, rewarded
+from trueshard.train.metrics.curves import COLOURS, draw_result
 from trueshard.train.metrics.terminal import file_list, final_line, final_mean
 
 
@@ -48,17 +46,13 @@ def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
     draw_result(records, 5.6, tmp_path)
     draw_result([record(1)], None, one)
     assert [file.name for file in one.iterdir()] == ["loss.png"]
-    pixels = (imread(tmp_path / "loss.png")[..., :3] * 255).round().astype(int)
-    for colour in ([0x2F, 0x5F, 0xD0], [0xD9, 0x73, 0x0D], [128, 128, 128]):
-        assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
+    assert_drawn(tmp_path / "loss.png", 50, *COLOURS[:2], "#808080")
 
 
 def test_the_picture_of_a_run_with_a_reward_shows_it(tmp_path: Path) -> None:
     file = draw_result([rewarded(step) for step in range(1, 41)], 5.6, tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [file.name] == ["reward.png"]
-    pixels = (imread(file)[..., :3] * 255).round().astype(int)
-    for colour in ([0x2F, 0x5F, 0xD0], [0xD9, 0x73, 0x0D]):
-        assert (abs(pixels - colour).max(-1) < 8).sum() > 50, colour
+    assert_drawn(file, 50, *COLOURS[:2])
 
 
 def test_files_are_listed_with_what_they_are(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class PromptFormat(Format):
             return [_prompt(record)]
         prompt = record.fields.get("prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return [vision_messages(record._replace(fields={**record.fields, "messages": messages}))]
+        return [vision_messages(Record({**record.fields, "messages": messages}, *record[1:]))]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record, the prompt and all fields as JSON; none for a prompt that is too long.

@@ -208,8 +208,8 @@ class EndlessLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._iterator: Iterator[Any] | None = None
-        self._begun = self._random_states()
+        self._iterator: Iterator[Any] | None = None  # of the pass that was begun; None between passes
+        self._begun = self._random_states()  # before the pass: an equal state shuffles equally when it is read again
         self.passes = 0
         self.in_pass = 0  # microbatches taken since the loader was begun
 

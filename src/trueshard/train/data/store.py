@@ -79,8 +79,9 @@ def build(
     members: Members = []
     for number, source in enumerate(sources):
         first_token, first_document = writer.tokens, writer.documents
+        records_before = counts["records"]
         sizes = _write(source, number, writer, fraction, counts)
-        if writer.documents == first_document and counts["records"] and form.layout == "kept":
+        if writer.documents == first_document and counts["records"] > records_before and form.layout == "kept":
             raise UserError(
                 f"{source.key}: all prompts of {source.name} are {TOO_LONG} = {form.length} tokens; raise the former, "
                 "or lower the latter"

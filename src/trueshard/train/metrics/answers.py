@@ -67,7 +67,7 @@ class SamplesWriter(Callback):
     def write(self, answers: Sequence[Line]) -> None:
         """Append answers; those of steps that the file already had are not written again. Only rank 0 writes."""
         fresh = [answer for answer in answers if answer["step"] > self._lines.last]
-        self._lines.write({"step": line["step"], **line} for line in fresh if self._is_due(line["step"], self._every))
+        self._lines.write(answer for answer in fresh if self._is_due(answer["step"], self._every))
         for answer in fresh:
             first = self._first.setdefault(answer["step"], [])
             if not first or first[0]["prompt"] == answer["prompt"]:

@@ -49,10 +49,10 @@ class Display(Callback):
 
     def __init__(self, log_every: int = 10) -> None:
         self._log_every = log_every
-        self._shown, self._first = False, 1
-        self._since: list[dict[str, Any]] = []
-        self._rewards: deque[float] = deque(maxlen=2 * LAST_STEPS)
-        self._bar: Progress | None = None
+        self._shown, self._first = False, 1  # whether this rank shows steps; the first step since the start
+        self._since: list[dict[str, Any]] = []  # steps whose rates are shown together
+        self._rewards: deque[float] = deque(maxlen=2 * LAST_STEPS)  # of the last steps, for their trend
+        self._bar: Progress | None = None  # on a terminal, while training
 
     def on_start(self, trainer: Trainer) -> None:
         self._shown, self._first = trainer.rank == 0, trainer.step + 1

@@ -27,7 +27,7 @@ class Tracker(Protocol):
     """
 
     def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
-        """Begin a run or, in the same folder, continue it after ``step``; later steps will be told again."""
+        """Begin a run or, in the same folder, continue it after ``step``; later steps are logged again."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a step."""
@@ -138,7 +138,8 @@ class Tracking(Callback):
     """Passes each step to trackers, on rank 0; to be given after the callbacks that add to the record."""
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any], folder: Path, project: str) -> None:
-        self._trackers, self._config, self._folder, self._project = list(trackers), config, folder, project
+        self._trackers = list(trackers)  # without those that failed; none on other ranks
+        self._config, self._folder, self._project = config, folder, project
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.rank != 0:
@@ -149,7 +150,7 @@ class Tracking(Callback):
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        self._tell(f"at step {record['step']}", "log", record["step"], finite)
+        self._call(f"at step {record['step']}", "log", record["step"], finite)
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if (first := before_training(trainer, record)) is not None:
@@ -157,16 +158,17 @@ class Tracking(Callback):
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         """Pass a text to the trackers that show texts."""
-        self._tell(f"at step {step}", "text", step, tag, markdown)
+        self._call(f"at step {step}", "text", step, tag, markdown)
 
     def on_end(self, trainer: Trainer) -> None:
-        self._tell("at the end", "finish")
+        self._call("at the end", "finish")
 
-    def _tell(self, when: str, method: str, *arguments: Any) -> None:
+    def _call(self, when: str, method: str, *arguments: Any) -> None:
+        """Call a method of each tracker that has it; drop a tracker that fails."""
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method, lambda *_: None)(*arguments)
             except Exception as error:
                 self._trackers.remove(tracker)
                 name, reason = type(tracker).__name__, one_line(error)
-                print(f"{name} failed {when} ({reason}) and is told no more; metrics.jsonl is whole", flush=True)
+                print(f"{name} failed {when} ({reason}) and is left out; metrics.jsonl is complete", flush=True)
