@@ -262,24 +262,6 @@ def test_a_checkpointed_block_keeps_less_by_the_output_of_its_last_product() -> 
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("words", ["bfloat16", "selective"])
-def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
-    choices = Options(**{**WORDS[words], "units": "Block", "compile": True})
-    job = Job(planning.blocks(9), (2,), microbatch=2, choices=choices)
-    fewer, whole = simulate(job), simulate(job, whole=True)
-    assert fewer.whole_because == ""
-    assert fewer.models > 1
-    for one, other in ((fewer.first, whole.first), (fewer.steady, whole.steady)):
-        assert len(one.events) == len(other.events)
-        end = next(i for i, event in enumerate(one) if event.place.phase == "clip")
-        here = np.arange(-1, end)
-        curves = [ledger.curve(each) for each in (one, other)]
-        assert curves[0].total.at(here).tolist() == curves[1].total.at(here).tolist()
-        for kind, series in curves[0].by_kind.items():
-            assert series.at(here).tolist() == curves[1].by_kind[kind].at(here).tolist()
-
-
-@pytest.mark.rest
 def test_fused_kernels_take_less_time() -> None:
     eager, fused = simulated("bfloat16", False).steady, simulated("bfloat16", True).steady
     device = hardware("h100")

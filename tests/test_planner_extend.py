@@ -182,6 +182,14 @@ CASES: dict[str, Job] = {
     ),
     "alternating, replicas, accumulation": job(lambda: alternating(FEWEST), ranks=(2, 2), accumulation=2),
     "two groups of SGD, first half frozen": job(lambda: half_frozen(2 * FEW), by_kind),
+    **{
+        f"compiled, {recompute}, bf16": job(
+            lambda: equal(FEW),
+            words={"units": "Block", "compile": True, "mixed_precision": "bf16", "activation_checkpointing": recompute},
+        )
+        for recompute in ("none", "selective")
+    },
+    "offload, bf16": job(lambda: equal(FEW), words={"offload": "cpu", "mixed_precision": "bf16"}),
     "offload, 3 ranks, uneven": job(lambda: equal(FEW), words={"offload": "cpu"}, ranks=(3,)),
 }
 

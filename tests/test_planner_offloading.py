@@ -167,9 +167,9 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def simulated(words: str, offload: str, ranks: int = 4, blocks: int = 2, whole: bool = True) -> Simulation:
+def simulated(words: str, offload: str, ranks: int = 4) -> Simulation:
     choices = Options(**{**WORDS[words], "units": "Block", "offload": offload})
-    return simulate(Job(planning.blocks(blocks), (ranks,), microbatch=2, choices=choices), whole=whole)
+    return simulate(Job(planning.blocks(), (ranks,), microbatch=2, choices=choices))
 
 
 def moved(trace: Trace, direction: str) -> int:
@@ -213,17 +213,6 @@ def test_device_memory_is_that_without_offloading_less_what_rests_on_the_host(wo
     assert before.bytes - after.bytes <= sum(rests.values()) + reduced
     assert not [each for each in on_host.resident if each.kind in ("parameters", "optimizer")]
     assert live(on_host)[-1] == sum(each.bytes for each in on_host.resident) == 0
-
-
-@pytest.mark.parametrize("words", all_but(["cast"], ["plain", "cast"]))
-def test_blocks_that_repeat_are_extended_to_the_whole(words: str) -> None:
-    fewer, whole = (simulated(words, "cpu", blocks=9, whole=each) for each in (False, True))
-    assert fewer.whole_because == ""
-    assert fewer.models > 1
-    for one, other in ((fewer.first, whole.first), (fewer.steady, whole.steady)):
-        assert names(one) == names(other)
-        assert live(one) == live(other)
-        assert [getattr(each, "after", ()) for each in one] == [getattr(each, "after", ()) for each in other]
 
 
 def test_one_rank_copies_its_parameters_for_each_use() -> None:

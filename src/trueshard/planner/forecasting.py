@@ -61,8 +61,8 @@ class Cluster:
     @property
     def mesh(self) -> tuple[int, ...]:
         """Ranks over which gradients are averaged, as ``Plan.ranks``: (shard,) or (replicate, shard), of a stage."""
-        apart = [axis.name for axis in AXES if axis.place == "mesh" and axis.gradients == "apart"]
-        shard = self.ranks_of_copy // math.prod(map(self.along, apart))
+        separate = [axis.name for axis in AXES if axis.place == "mesh" and axis.gradients == "apart"]
+        shard = self.ranks_of_copy // math.prod(map(self.along, separate))
         return (shard,) if self.along("replicate") == 1 else (self.along("replicate"), shard)
 
     @property

@@ -168,12 +168,10 @@ class Ends:
 
     blocks: int
     """Blocks of the full model."""
-    width: int
-    """Elements of an activation for each token."""
-    outputs: int
-    """Elements of the last stage's output for each token."""
-    dtype: torch.dtype
-    """Dtype of activations."""
+    activation: int
+    """Bytes of an activation for each token."""
+    output: int
+    """Bytes of the last stage's output for each token."""
     stages: Mapping[int, Simulations]
     """The first stage, the last, and one in the middle if some of those have more blocks, by number."""
 
@@ -210,7 +208,7 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
                 simulations.prepare()
         for simulations in stages.values():
             running.enter_context(simulations.workers)
-        yield Ends(blocks, width, outputs, dtype, stages)
+        yield Ends(blocks, width * dtype.itemsize, outputs * dtype.itemsize, stages)
 
 
 @quietly()
@@ -232,9 +230,9 @@ def study_pipeline(
     """
     budget = budget_on(cluster, budget)
     job = dataclasses.replace(job, on_cpu=not cluster.hardware.streams)
-    length = job.workload.sequence // cluster.along("context")
-    element = job.microbatch * length * ends.dtype.itemsize // pipe.parts
-    passed = Passed(element * ends.width, element * ends.outputs if pipe.outputs else 0)
+    tokens = job.microbatch * job.workload.sequence // cluster.along("context")
+    activation, output = (tokens * bytes // pipe.parts for bytes in (ends.activation, ends.output))
+    passed = Passed(activation, output if pipe.outputs else 0)
     stages: list[Stage] = []
     for number, simulations in ends.stages.items():
         stages.append(Stage.simulated(job, cluster, number, ends.like(number, pipe), simulations.simulator))

@@ -75,15 +75,15 @@ class Job:
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh by axis, in order; tensor and context only where ranks share anything."""
-        asked = {name: size for name, size in sizes_of(self.plan or self.choices).items() if size > 1}
+        shared = {name: size for name, size in sizes_of(self.plan or self.choices).items() if size > 1}
         sizes = dict(zip(DATA[-len(self.ranks) :], self.ranks, strict=True))
         for axis in AXES:
-            if axis.name in asked and axis.gradients == "sharded":  # ``ranks`` has them among those that shard
-                if sizes["shard"] % asked[axis.name]:
-                    words = f"{axis.name}={asked[axis.name]} does not divide the {sizes['shard']} ranks that shard"
+            if axis.name in shared and axis.gradients == "sharded":  # ``ranks`` has them among those that shard
+                if sizes["shard"] % shared[axis.name]:
+                    words = f"{axis.name}={shared[axis.name]} does not divide the {sizes['shard']} ranks that shard"
                     raise ValueError(words)
-                sizes["shard"] //= asked[axis.name]
-        return sizes | asked
+                sizes["shard"] //= shared[axis.name]
+        return sizes | shared
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def attention_as_on_a_device() -> AbstractContextManager[Any]:
         if (groups := query.shape[-3] // key.shape[-3]) > 1:
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        needs_grad = any(each is not None and each.requires_grad for each in (query, key, value, bias))
+        needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (query, key, value, bias))
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
@@ -116,7 +116,7 @@ def _values_as_array(tensor: torch.Tensor, **options: Any) -> Any:
 def _tensor_of_values(data: Any, **options: Any) -> torch.Tensor:
     """Return ``torch.tensor(data)``, where lists may hold fake tensors: their values are as ``item`` gives them."""
     if isinstance(data, (list, tuple)) and any(map(_torch.is_fake, _torch.tensors_in(data))):
-        data = mapped(lambda each: each.tolist() if isinstance(each, torch.Tensor) else each, data)
+        data = mapped(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, data)
     return _TENSOR(data, **options)
 
 

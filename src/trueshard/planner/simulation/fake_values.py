@@ -123,7 +123,7 @@ class KnownValues(_torch.SimulationMode):
         finally:
             self._drawn = None
 
-    def _known(self, tensor: torch.Tensor) -> _Facts:
+    def _facts_of(self, tensor: torch.Tensor) -> _Facts:
         return self._facts.setdefault(tensor.untyped_storage(), _Facts())
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -154,7 +154,7 @@ class KnownValues(_torch.SimulationMode):
             with _torch.real_tensors():
                 return real.item()
         self.guesses += 1
-        is_check = tensor.dtype == torch.bool and self._known(tensor).rarely_true
+        is_check = tensor.dtype == torch.bool and self._facts_of(tensor).rarely_true
         frame = innermost_frame(with_own=True)
         is_own = frame.filename.startswith(_OWN)  # clipping, which does the same either way
         if not is_check and not is_own and is_of_library(frame):  # preflight tells of the user's own code
@@ -180,12 +180,12 @@ class KnownValues(_torch.SimulationMode):
             torch.Tag.nondeterministic_seeded in func.tags or not self._is_computable(func, name, inputs, written)
         ):
             for tensor in (*written, *outputs):
-                facts = self._known(tensor)
+                facts = self._facts_of(tensor)
                 facts.real, facts.rarely_true = None, False
             return
         for tensor in written:
             if self._real_view(tensor) is None:
-                self._known(tensor).real = _zeroed(tensor)
+                self._facts_of(tensor).real = _zeroed(tensor)
         with _torch.real_tensors():
             real_args, real_kwargs = _torch.map_only(
                 torch.Tensor, lambda fake: fake if (real := self._real_view(fake)) is None else real, (args, kwargs)
@@ -206,7 +206,7 @@ class KnownValues(_torch.SimulationMode):
     def _follow_counts(self, arriving: torch.Tensor, leaving: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Make up how many tokens arrive for each expert here from each rank, by how many leave for it."""
         real = self._real_view(leaving)
-        self._known(arriving).real = None
+        self._facts_of(arriving).real = None
         if real is not None:
             warnings.warn(EQUAL_SHARES, stacklevel=2)
             with _torch.real_tensors():
@@ -216,29 +216,29 @@ class KnownValues(_torch.SimulationMode):
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):
             small = fake.untyped_storage().nbytes() <= LARGEST and _torch.is_fake(fake)
-            if small and isinstance(value, torch.Tensor) and self._known(fake).real is None:
+            if small and isinstance(value, torch.Tensor) and self._facts_of(fake).real is None:
                 memory = _zeroed(fake)
                 _view_as(fake, memory).copy_(value)
-                self._known(fake).real = memory
+                self._facts_of(fake).real = memory
 
     def _follow_truth(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Track extremes, and flags that are usually false."""
         if name in ("max", "min", "amax", "amin"):
-            self._known(outputs[0]).extreme = name
+            self._facts_of(outputs[0]).extreme = name
         if len(outputs) != 1 or (outputs[0].dtype != torch.bool and name != "_to_copy"):
             return
-        facts_of_inputs = [self._known(tensor) for tensor in inputs]
+        facts_of_inputs = [self._facts_of(tensor) for tensor in inputs]
         derived = name in _TRUTH_PRESERVING and any(facts.rarely_true for facts in facts_of_inputs)
         checked = bool(facts_of_inputs) and (facts_of_inputs[0].extreme, name) in _RARELY_TRUE_OF_EXTREMES
         if name in _RARELY_TRUE or derived or checked:
-            self._known(outputs[0]).rarely_true = True
+            self._facts_of(outputs[0]).rarely_true = True
 
     def _concerns(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if any(tensor.untyped_storage().nbytes() > LARGEST for tensor in outputs):
             return False
         if not inputs:
             return bool(outputs)
-        is_known = (self._known(tensor).real is not None or not _torch.is_fake(tensor) for tensor in inputs)
+        is_known = (self._facts_of(tensor).real is not None or not _torch.is_fake(tensor) for tensor in inputs)
         return name in _OVERWRITING or any(is_known)
 
     def _is_computable(self, func: Any, name: str, inputs: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
@@ -257,7 +257,7 @@ class KnownValues(_torch.SimulationMode):
 
     def _real_view(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the real copy of a fake tensor, shaped and laid out like it; None if its values are unknown."""
-        memory = self._known(fake).real
+        memory = self._facts_of(fake).real
         if memory is None or memory.numel() % fake.itemsize:  # the latter: a view of a part, in another dtype
             return None
         with _torch.real_tensors():
@@ -269,20 +269,20 @@ class KnownValues(_torch.SimulationMode):
         if name not in _FOLLOWED:
             return
         if name in _INDEX_RESULTS and len(outputs) > _INDEX_RESULTS[name]:
-            self._known(outputs[_INDEX_RESULTS[name]]).bound = _size(args[0], _dim(name, args))
+            self._facts_of(outputs[_INDEX_RESULTS[name]]).bound = _size(args[0], _dim(name, args))
         elif name == "sum":
-            if self._known(args[0]).share is not None:
-                self._known(outputs[0]).share = 1.0  # every expert has some tokens
+            if self._facts_of(args[0]).share is not None:
+                self._facts_of(outputs[0]).share = 1.0  # every expert has some tokens
         elif name in ("scatter", "scatter_") and outputs[0].dim():
             index, dim = args[2], args[1]
-            bound = self._known(index).bound or _size(outputs[0], dim)
-            self._known(outputs[0]).share = min(1.0, _size(index, dim) / max(1, bound))
+            bound = self._facts_of(index).bound or _size(outputs[0], dim)
+            self._facts_of(outputs[0]).share = min(1.0, _size(index, dim) / max(1, bound))
         elif name == "index_select":
-            self._known(outputs[0]).bound = self._bound(args[0])
-        elif name == "eq" and (bound := self._known(args[0]).bound):
-            self._known(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
+            self._facts_of(outputs[0]).bound = self._bound(args[0])
+        elif name == "eq" and (bound := self._facts_of(args[0]).bound):
+            self._facts_of(outputs[0]).share = 1 / bound  # fake tensors make one_hot this way, too
         elif name in _COPIES or (not isinstance(args[1], torch.Tensor) and (name, args[1]) in {*_IDENTITIES, _TARGETS}):
-            source, made = self._known(args[0]), self._known(outputs[0])
+            source, made = self._facts_of(args[0]), self._facts_of(outputs[0])
             made.bound, made.share = source.bound, source.share
             made.is_certain = source.is_certain or (name not in _COPIES and (name, args[1]) == _TARGETS)
 
@@ -290,7 +290,7 @@ class KnownValues(_torch.SimulationMode):
         """Return the exclusive upper bound of indices; 0 if it is unknown."""
         real = None if indices.is_floating_point() else self._real_view(indices)
         if real is None or not real.numel():
-            return self._known(indices).bound
+            return self._facts_of(indices).bound
         with _torch.real_tensors():
             return int(real.max()) + 1
 
@@ -315,8 +315,8 @@ class KnownValues(_torch.SimulationMode):
         if (values := self._real_view(mask)) is not None:
             with _torch.real_tensors():
                 return int(values.count_nonzero())
-        share = self._known(mask).share
-        if share is None or not self._known(mask).is_certain:
+        share = self._facts_of(mask).share
+        if share is None or not self._facts_of(mask).is_certain:
             warnings.warn(EVERYTHING if share is None else EQUAL_SHARES, stacklevel=2)
         return math.ceil(mask.numel() * (1.0 if share is None else share) - 1e-6)
 
@@ -360,7 +360,7 @@ class KnownValues(_torch.SimulationMode):
         return one.shape == other.shape
 
     def bincount(self, source: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-        bound = self._known(source).bound or 1
+        bound = self._facts_of(source).bound or 1
         return source.new_empty(max(minlength, bound), dtype=torch.int64 if weights is None else weights.dtype)
 
     def ctc_loss(self, scores: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,9 +63,9 @@ def preflight(job: Job) -> list[Problem]:
     hold no ``"auto"``.
     """
     # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
-    problems = _Trial(job).problems(shorter=True)
+    problems = _Trial(job).run(shorter=True)
     if problems or problems is None:
-        problems = _Trial(job).problems(shorter=False)
+        problems = _Trial(job).run(shorter=False)
     return sorted(problems or [], key=lambda problem: problem.severity)
 
 
@@ -74,10 +74,10 @@ class _Trial:
 
     def __init__(self, job: Job) -> None:
         self.job, self.workload = job, job.workload
-        self.found: list[Problem] = []
+        self.problems: list[Problem] = []
         self.values = KnownValues()
 
-    def problems(self, *, shorter: bool) -> list[Problem] | None:
+    def run(self, *, shorter: bool) -> list[Problem] | None:
         """Return the problems; ``shorter``: of the model with ``_BLOCKS`` of equal blocks, None if it has none."""
         # Compiled modules run eagerly: a compiled kernel would read the memory that fake tensors do not have.
         eagerly = torch.compiler.set_stance("force_eager")
@@ -91,10 +91,10 @@ class _Trial:
                         return None
                     how = short
                 with self.values:
-                    self._run(model, how, mesh)
-        return self.found
+                    self._shard_and_step(model, how, mesh)
+        return self.problems
 
-    def _run(self, model: nn.Module, how: Plan | Options, mesh: DeviceMesh) -> None:
+    def _shard_and_step(self, model: nn.Module, how: Plan | Options, mesh: DeviceMesh) -> None:
         """Shard the model and run a step of it."""
         optimizers: list[torch.optim.Optimizer] = []
         with self._collected("optimizer"):
@@ -104,7 +104,7 @@ class _Trial:
         with self._collected("batch"):
             with self.values.drawing():
                 batch = own_part(model, self.workload.batch(self.job.microbatch, self.workload.sequence))
-            self._step(model, [] if self.found else optimizers, batch)
+            self._step(model, [] if self.problems else optimizers, batch)
 
     def _step(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> None:
         """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
@@ -115,7 +115,7 @@ class _Trial:
         try:
             with _torch.watching_resizes(lambda *_: None):
                 loss.backward()
-                self.found += _unused(model)
+                self.problems += _unused(model)
                 if optimizers:
                     phase = "clip"
                     clip_grad_norm_(model.parameters(), self.workload.clip or 1.0)
@@ -123,7 +123,7 @@ class _Trial:
                         phase = type(optimizer).__name__
                         optimizer.step()
         except Exception as error:
-            self.found.append(_failure(error, "step", phase))
+            self.problems.append(_failure(error, "step", phase))
 
     def _forward(self, model: nn.Module, batch: Any) -> torch.Tensor | None:
         """Return the loss of a watched forward; None if it fails or has no gradient."""
@@ -135,17 +135,17 @@ class _Trial:
             phase = f"forward, after a value was guessed ({watch.first_guess})," if watch.first_guess else "forward"
             if _is_data_dependent(error):
                 phase = f"forward, in {watch.operation}"
-            self.found.append(_failure(error, watch.where() or "loss", phase))
+            self.problems.append(_failure(error, watch.where() or "loss", phase))
             return None
         finally:
             watch.counted.close()
-            self.found += watch.found.values()
+            self.problems += watch.problems.values()
         if isinstance(loss, torch.Tensor) and not loss.ndim and loss.requires_grad:
             return loss
         what = f"is a {type(loss).__name__}"
         if isinstance(loss, torch.Tensor):
             what = f"has the shape {tuple(loss.shape)}" if loss.ndim else "has no gradient"
-        self.found.append(Problem("loss", what, "return a scalar tensor that requires a gradient", "error"))
+        self.problems.append(Problem("loss", what, "return a scalar tensor that requires a gradient", "error"))
         return None
 
     @contextlib.contextmanager
@@ -153,9 +153,9 @@ class _Trial:
         try:
             yield
         except (ValueError, TypeError) as error:
-            self.found.append(Problem(where, one_line(error), "", "error"))
+            self.problems.append(Problem(where, one_line(error), "", "error"))
         except Exception as error:
-            self.found.append(_failure(error, where, where))
+            self.problems.append(_failure(error, where, where))
 
 
 def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan | None:
@@ -215,7 +215,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, values: KnownValues) -> None:
         super().__init__()
         root = names.unwrap(model)
-        self.found: dict[str, Problem] = {}
+        self.problems: dict[str, Problem] = {}
         """Problems: one for each line of code, whichever modules run it; one for each attribute and table."""
         self.first_guess = ""
         """``file:line`` that first read a value that depends on data; "" if none did."""
@@ -267,7 +267,7 @@ class _Watch(TorchFunctionMode):
         if is_table and ids.ndim and ids.shape[-1] > rows:
             what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
             problem = Problem(name, what, "ask for a shorter sequence, or a longer table", "error")
-            self.found.setdefault(name, problem)
+            self.problems.setdefault(name, problem)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         if module in self._running:
@@ -291,7 +291,7 @@ class _Watch(TorchFunctionMode):
         if name in _PRODUCTS:
             self._check_dtypes(name, tensors)
         problems = ((tensor, self._attributes.get(id(tensor)) or self._on_cpu.get(tensor)) for tensor in tensors)
-        on_cpu = [(each, problem) for each, problem in problems if problem is not None]
+        on_cpu = [(tensor, problem) for tensor, problem in problems if problem is not None]
         if not on_cpu:
             return out
         if func in _MOVERS and _moves(args, kwargs):  # its own tensor, even if it is on the device already
@@ -332,7 +332,7 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _add(self, problem: Problem) -> None:
-        self.found.setdefault(problem.where if problem.what == _STAYS else problem.what, problem)
+        self.problems.setdefault(problem.where if problem.what == _STAYS else problem.what, problem)
 
 
 def _is_data_dependent(error: BaseException) -> bool:

@@ -254,7 +254,7 @@ class Recorder(_torch.SimulationMode):
             "" if first is None else _dtype_name(first),
             self._communications_before(inputs),
             stream=self.stream,
-            causal="attention" in _torch.schema_of(func).name and any(each is True for each in args),
+            causal="attention" in _torch.schema_of(func).name and any(argument is True for argument in args),
             recomputed=_torch.in_backward() and torch.is_grad_enabled(),
             reads=self._storages(inputs),
         )
@@ -327,7 +327,7 @@ class Recorder(_torch.SimulationMode):
             return
         operator = operator_facts.short_name(func)
         if operator == "all_gather_copy_in":
-            self.mark((*(each for each in args[0] if not self._is_parameter(each)), args[1]), "communication")
+            self.mark((*(tensor for tensor in args[0] if not self._is_parameter(tensor)), args[1]), "communication")
         elif operator == "split_with_sizes_copy":
             members = self.members.get(self._current_unit(), [])
             for i, tensor in enumerate(kwargs["out"]):

@@ -193,7 +193,7 @@ class Simulator:
         self.workload = workload
         self._run_all = run_all or (lambda shorts: [self.run(short) for short in shorts])
         self._mode = _torch.fake_tensors()
-        self._known: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
+        self._simulated: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
         """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
 
     @functools.cached_property
@@ -229,14 +229,15 @@ class Simulator:
         runs = short.runs
         less = ([KEPT - (r == other) for other in range(len(runs))] for r in range(len(runs)))
         shorts = {s.key(): s for s in (short, *(dataclasses.replace(short, kept=kept) for kept in less))}
-        missing = [s for key, s in shorts.items() if key not in self._known]
-        known = self._known | {s.key(): (made, s.runs) for s, made in zip(missing, self._run_all(missing), strict=True)}
-        (base, recorded), *others = (known[key] for key in shorts)
+        missing = [s for key, s in shorts.items() if key not in self._simulated]
+        made = zip(missing, self._run_all(missing), strict=True)
+        simulated = self._simulated | {s.key(): (simulation, s.runs) for s, simulation in made}
+        (base, recorded), *others = (simulated[key] for key in shorts)
         fewer = [simulation for simulation, _ in others]
         base = dataclasses.replace(base, plan=short.plan, models=len(shorts))
         if not runs:  # nothing to share with other jobs, and its traces may be large
             return base
-        self._known = known
+        self._simulated = simulated
         base.first = extend(base.first, [simulation.first for simulation in fewer], runs, recorded)
         base.steady = extend(base.steady, [simulation.steady for simulation in fewer], runs, recorded)
         if base.score is not None:
