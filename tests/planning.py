@@ -231,8 +231,8 @@ class Block(nn.Module):
         return made
 
 
-def blocks(count: int = 2) -> Workload:
-    """Equal blocks and a last layer, on vectors."""
+def blocks() -> Workload:
+    """Two equal blocks and a last layer, on vectors."""
 
     def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = model(batch).pow(2).mean()
@@ -240,7 +240,7 @@ def blocks(count: int = 2) -> Workload:
 
     return Workload(
         "blocks",
-        lambda: nn.Sequential(*(Block() for _ in range(count)), nn.Linear(32, 16)),
+        lambda: nn.Sequential(Block(), Block(), nn.Linear(32, 16)),
         OPTIMIZERS["adamw foreach"],
         lambda samples, sequence: torch.randn(samples, sequence, 32),
         squared,

@@ -14,12 +14,20 @@ from trueshard.planner.trace import Allocation, Communication, Free, Kernel, Tra
 TINY = Model("tiny", 2, 64, 4, 128, 96, 2)
 
 
+def steady(setting: Setting) -> Trace:
+    return published.simulate(published.job(setting, 1)).steady
+
+
+def attention_calls(trace: Trace) -> list[Kernel]:
+    return [event for event in trace.events if isinstance(event, Kernel) and "attention" in event.op]
+
+
 def test_torchs_ring_is_what_is_counted() -> None:
     context, length = 4, 64
     setting = Setting(TINY, context, 1, length, loss="compiled", context=context, ring=True)
     with attention.keys_go_round():
-        events = published.simulated(setting).steady.events
-    calls = [each for each in events if isinstance(each, Kernel) and "attention" in each.op]
+        trace = published.simulated(setting).steady
+    calls = attention_calls(trace)
     forward = [each for each in calls if each.place.phase == "forward"]
     assert len(forward) == context * TINY.layers
     assert len(calls) == 2 * len(forward)
@@ -28,9 +36,8 @@ def test_torchs_ring_is_what_is_counted() -> None:
     here = 4 * TINY.hidden * (length // context) ** 2
     assert sum(each.flops for each in forward) == TINY.layers * here * (1 + (context - 1) / 2)
 
-    on_axis = [
-        each for each in events if isinstance(each, Communication) and each.axis == "context" and each.place.unit
-    ]
+    collectives = [event for event in trace.events if isinstance(event, Communication)]
+    on_axis = [each for each in collectives if each.axis == "context" and each.place.unit]
     sizes = {(each.op, each.place.phase): each.received for each in on_axis}
     # Keys and values with all heads: gathered in the forward and in the backward.
     whole = 2 * length * TINY.hidden * 2
@@ -45,13 +52,9 @@ def test_torchs_ring_is_what_is_counted() -> None:
 def test_the_ring_ends_with_its_context() -> None:
     setting = Setting(TINY, 2, 1, 32, loss="compiled", context=2)
 
-    def calls_of_attention() -> int:
-        events = published.simulate(published.job(setting, 1)).steady.events
-        return sum(isinstance(each, Kernel) and "attention" in each.op for each in events)
-
     with attention.keys_go_round():
-        assert calls_of_attention() == 2 * 2 * TINY.layers
-    assert calls_of_attention() == 2 * TINY.layers
+        assert len(attention_calls(steady(setting))) == 2 * 2 * TINY.layers
+    assert len(attention_calls(steady(setting))) == 2 * TINY.layers
 
 
 def kept(trace: Trace, size: int | None = None) -> int:
@@ -67,21 +70,21 @@ def kept(trace: Trace, size: int | None = None) -> int:
 
 def test_keys_are_kept_with_all_heads() -> None:
     setting = Setting(TINY, 1, 2, 32, loss="compiled")
-    plain = published.simulate(published.job(setting, 1)).steady
+    plain = steady(setting)
     with attention.keys_repeated():
-        repeated = published.simulate(published.job(setting, 1)).steady
-        recomputed = published.simulate(published.job(replace(setting, recompute="full"), 1)).steady
+        repeated = steady(setting)
+        recomputed = steady(replace(setting, recompute="full"))
     one = 2 * 32 * TINY.hidden * 2
     saved = 2 * one * TINY.key_value_heads // TINY.heads
     assert kept(repeated) - kept(plain) == TINY.layers * (2 * one - saved)
-    unrepeated = published.simulate(published.job(replace(setting, recompute="full"), 1)).steady
+    unrepeated = steady(replace(setting, recompute="full"))
     assert kept(recomputed) == kept(unrepeated)
 
 
 def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
     deep = replace(TINY, layers=9)
     setting = Setting(deep, 1, 2, 32, "full", loss="compiled")
-    trace = published.simulate(published.job(setting, 1)).steady
+    trace = steady(setting)
     moved = traces.inputs_on_host(trace)
     one = 2 * 32 * TINY.hidden * 2
     assert kept(trace, one) >= deep.layers * one
@@ -99,7 +102,7 @@ def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
 def test_four_bits_take_what_torchao_takes() -> None:
     model = replace(TINY, intermediate=128)
     setting = Setting(model, 1, 1, 32, lora=(4, ("q_proj",)), quantize=True, storage="bfloat16", loss="chunked")
-    made = published.simulate(published.job(setting, 1)).steady
+    made = steady(setting)
     ours = sum(each.bytes for each in made.resident if each.what.endswith(".packed"))
     theirs = sum(each.bytes for each in traces.on_one_device(made, setting).resident if each.what.endswith(".packed"))
     weights = model.layers * (3 * 64 * 64 + 3 * 64 * 128)
@@ -111,12 +114,11 @@ def test_attention_is_computed_again_where_it_is_not_kept() -> None:
     setting = Setting(TINY, 1, 2, 32, "selective", loss="compiled")
 
     def forwards(trace: Trace) -> int:
-        calls = [each for each in trace.events if isinstance(each, Kernel) and "attention" in each.op]
-        return sum("backward" not in each.op for each in calls)
+        return sum("backward" not in call.op for call in attention_calls(trace))
 
-    saved = published.simulate(published.job(setting, 1)).steady
+    saved = steady(setting)
     with attention.attention_again():
-        again = published.simulate(published.job(setting, 1)).steady
+        again = steady(setting)
     assert (forwards(saved), forwards(again)) == (TINY.layers, 2 * TINY.layers)
     output, sums = 2 * 32 * TINY.hidden * 2, 2 * TINY.heads * 32 * 4
     assert kept(saved) - kept(again) == TINY.layers * (output + sums)

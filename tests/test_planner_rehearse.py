@@ -22,7 +22,6 @@ from trueshard.cli import main
 from trueshard.options import Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
-from trueshard.planner.inputs.factories import Factory
 from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.simulation.rehearse import Pair, Rehearsal, job_of, rehearse
 from trueshard.planner.workload import Job, Workload
@@ -41,21 +40,6 @@ def as_simulated() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def job_for(setting: Setting) -> Job:
-    workload = setting.workload()
-    factory = Factory(setting.model, workload.model, {})
-    workload = dataclasses.replace(workload, model=lambda: factory.build().model)
-    return Job(
-        workload,
-        setting.ranks,
-        microbatch=setting.microbatch,
-        accumulation=setting.accumulation,
-        choices=Options(**setting.words),
-        on_cpu=True,
-        recorder=CpuRecorder,
-    )
-
-
 SETTINGS = {
     "replicated parameter, bf16": Setting("perceptron", words={"mixed_precision": "bf16"}),
     "group normalisation, hybrid": Setting("cnn", "sgd", ranks=(2, 2)),
@@ -68,7 +52,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_measured_on_a_cpu_is_what_was_simulated_to_the_byte(name: str) -> None:
-    allocated, seconds = rehearsed(job_for(SETTINGS[name]), hardware("cpu"))
+    allocated, seconds = rehearsed(SETTINGS[name].job(), hardware("cpu"))
     assert allocated.measured == allocated.forecast
     assert min(seconds.measured, seconds.forecast) > 0
 

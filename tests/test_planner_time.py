@@ -53,7 +53,18 @@ def spans(device: Hardware, *events: Event, mode: str = "eager", ranks_per_node:
     return {span.event: (span.start, span.end) for span in line.spans}, line
 
 
+def forwards(units: int, gather: int, copy: int, work: int, small: int = 0) -> list[Event]:
+    """Events of the forwards of some units: a gather, the copy out of its buffer, the work, and small kernels."""
+    events: list[Event] = []
+    for _ in range(units):
+        events += [collective("all_gather", gather), compute(copy, after=(len(events),)), compute(work)]
+        events += [elementwise(4, 4)] * small
+    return events
+
+
 COPY = compute(1, "backward", op="fsdp.chunk_cat")
+GATHER = collective("all_gather", 2, "backward")
+REDUCE = collective("reduce_scatter", 5, "backward")
 TO_GATHER = [dataclasses.replace(elementwise(1, 1, op), stream="all_gather") for op in ("aten.copy_", "fsdp.copy_in")]
 REDUCED = dataclasses.replace(compute(1, "backward", after=(0,), op="aten.div_"), stream="reduce_scatter")
 LINES: dict[str, tuple[list[Event], dict[str, float], dict[int, tuple[float, float]], dict[str, float]]] = {
@@ -124,6 +135,30 @@ LINES: dict[str, tuple[list[Event], dict[str, float], dict[int, tuple[float, flo
         {0: (5, 6), 1: (6, 7), 2: (7, 8)},
         {"host_seconds": 5, "exposed_seconds": 2},
     ),
+    "in forward two buffers exist: a gather waits for the copy before the last": (
+        forwards(4, gather=1, copy=1, work=9),
+        {},
+        {0: (0, 1), 3: (1, 2), 6: (2, 3), 9: (12, 13), 1: (1, 2), 4: (11, 12), 7: (21, 22), 10: (31, 32)},
+        {},
+    ),
+    "in forward slow gathers are exposed": (
+        forwards(3, gather=10, copy=1, work=4),
+        {},
+        {0: (0, 10), 3: (10, 20), 6: (20, 30)},
+        {"exposed_seconds": 10 + 5 + 5, "seconds": 35},
+    ),
+    "in backward a gather waits for the copy of the unit that runs": (
+        [
+            *(GATHER, compute(3, "backward", after=(0,)), GATHER, compute(10, "backward")),
+            *(compute(3, "backward", after=(2,)), GATHER, compute(10, "backward")),
+        ],
+        {},
+        # The second is not at 2, when the stream is free: its buffer is the one that is copied out until 5.
+        {0: (0, 2), 1: (2, 5), 2: (5, 7), 4: (15, 18), 5: (18, 20)},
+        {},
+    ),
+    "one group has one queue": ([REDUCE, GATHER], {}, {1: (5, 7)}, {}),
+    "two groups have two": ([REDUCE, dataclasses.replace(GATHER, ranks=2, stride=8)], {}, {1: (0, 2)}, {}),
 }
 """Events, costs of the host, spans by event, and sums."""
 
@@ -143,55 +178,6 @@ def test_without_streams_everything_is_in_a_row(device: Hardware) -> None:
     assert (line.seconds, line.exposed_seconds, line.compute_seconds) == (12, 8, 4)
 
 
-def unit_forward(events: list[Event], gather: int, copy: int, work: int) -> None:
-    events += [collective("all_gather", gather), compute(copy, after=(len(events),)), compute(work)]
-
-
-def test_in_forward_two_buffers_exist(device: Hardware) -> None:
-    events: list[Event] = []
-    for _ in range(4):
-        unit_forward(events, gather=1, copy=1, work=9)
-    at, _ = spans(device, *events)
-    # Units compute from 1, 11, 21, 31. Gathers 0 and 1 go at once; 2 waits for copy 0 (until 2), 3 for copy 1 (at 12).
-    assert [at[i][0] for i in (0, 3, 6, 9)] == [0, 1, 2, 12]
-    assert [at[i][0] for i in (1, 4, 7, 10)] == [1, 11, 21, 31]
-
-
-def test_in_forward_slow_gathers_are_exposed(device: Hardware) -> None:
-    events: list[Event] = []
-    for _ in range(3):
-        unit_forward(events, gather=10, copy=1, work=4)
-    at, line = spans(device, *events)
-    assert [at[i] for i in (0, 3, 6)] == [(0, 10), (10, 20), (20, 30)]
-    assert line.seconds == 35
-    assert line.exposed_seconds == 10 + 5 + 5
-
-
-def test_in_backward_a_gather_waits_for_the_copy_of_the_unit_that_runs(device: Hardware) -> None:
-    events: list[Event] = []
-    for _ in range(2):  # pre-backward: copy out, prefetch the next, then the work of the unit
-        gathers = [i for i, event in enumerate(events) if isinstance(event, Communication)]
-        if not gathers:
-            events.append(collective("all_gather", 2, "backward"))
-            gathers = [0]
-        events += [compute(3, "backward", after=(gathers[-1],)), collective("all_gather", 2, "backward")]
-        events.append(compute(10, "backward"))
-    at, _ = spans(device, *events)
-    assert at[0] == (0, 2)
-    assert at[1] == (2, 5)
-    assert at[2] == (5, 7)  # not at 2, when the stream is free: its buffer is the one that is copied out until 5
-    assert at[4] == (15, 18)
-    assert at[5] == (18, 20)
-
-
-def test_one_group_has_one_queue_and_two_groups_have_two(device: Hardware) -> None:
-    reduce, gather = collective("reduce_scatter", 5, "backward"), collective("all_gather", 5, "backward")
-    same, _ = spans(device, reduce, gather)
-    assert same[1] == (5, 10)
-    other, _ = spans(device, reduce, dataclasses.replace(gather, ranks=2, stride=8))
-    assert other[1] == (0, 5)
-
-
 def test_over_nodes_ranks_wait_for_the_slowest(device: Hardware) -> None:
     within = spans(device, compute(9), collective("all_gather", 1))[1]
     _, across = spans(device, compute(9), collective("all_gather", 1, ranks=64))
@@ -201,9 +187,7 @@ def test_over_nodes_ranks_wait_for_the_slowest(device: Hardware) -> None:
 
 def test_exposed_and_host_and_compute_make_up_the_step(device: Hardware) -> None:
     slow = hardware("h100", **{**UNIT, "eager": {**PLAIN, "launch_seconds": 1.0}})
-    events: list[Event] = []
-    for _ in range(5):
-        unit_forward(events, gather=7, copy=1, work=3)
+    events = forwards(5, gather=7, copy=1, work=3)
     for _ in range(5):
         events += [compute(4, "backward"), compute(1, "backward", op="fsdp.chunk_cat")]
         events.append(collective("reduce_scatter", 9, "backward"))
@@ -228,11 +212,7 @@ def test_gaps_are_the_times_in_which_nothing_computes(device: Hardware) -> None:
 
 
 def test_a_long_trace_is_scheduled_in_seconds(device: Hardware) -> None:
-    events: list[Event] = []
-    for _ in range(2000):
-        unit_forward(events, gather=7, copy=1, work=3)
-        events += [elementwise(4, 4) for _ in range(40)]
-    line = schedule(Trace(events), device, 8, "compile")
+    line = schedule(Trace(forwards(2000, gather=7, copy=1, work=3, small=40)), device, 8, "compile")
     assert len([span for span in line.spans if span.stream == "all_gather"]) == 2000
     starts = [span.start for span in line.spans if span.stream == "compute"]
     assert starts == sorted(starts)
