@@ -574,6 +574,17 @@ def renormed(rank: int, world_size: int) -> None:
     trueshard.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4)))
 
 
+def counted(rank: int, world_size: int) -> None:
+    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True), nn.Linear(4, 4)))
+
+
+def gradients_of_another_dtype(rank: int, world_size: int) -> None:
+    model = Stack().bfloat16()
+    parameter: Any = model.first.weight
+    parameter.grad_dtype = torch.float32
+    trueshard.shard(model)
+
+
 def twice(rank: int, world_size: int) -> None:
     model = Stack()
     trueshard.shard(model)
@@ -610,6 +621,8 @@ def thawed_dtype(rank: int, world_size: int) -> None:
         (no_forward, naming("ModuleList", "forward")),
         (sparse, naming("'0'", "sparse=False")),
         (renormed, naming("'0'", "max_norm")),
+        (counted, naming("'0'", "scale_grad_by_freq")),
+        (gradients_of_another_dtype, naming("'first.weight'", "torch.float32", "mixed_precision=")),
         (twice, r"sharded already"),
         (graph_on_gradients, naming("backward(create_graph=True)", "autograd.grad")),
         (one_unit_alone, "one unit"),

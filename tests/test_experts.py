@@ -108,7 +108,7 @@ def trains(rank: int, world: int, name: str, how: dict[str, Any]) -> Any:
                 loss = loss_of(model, batch(step, micro).chunk(number)[rank // tensor])
                 (loss / MICROBATCHES).backward()
             report["losses"].append(mean(loss))
-        clip = trueshard.clip_grad_norm_ if world > 1 else nn.utils.clip_grad_norm_
+        clip = trueshard.clip_grad_norm_ if world > 1 and step else nn.utils.clip_grad_norm_
         report["norms"].append(whole(clip(model.parameters(), 0.1)))
         report["gradients"] = whole({n: p.grad for n, p in model.named_parameters()})
         optimizer.step()

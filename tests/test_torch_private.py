@@ -268,7 +268,13 @@ def test_rows_of_the_whole(rank: int, world_size: int) -> None:
         _torch.reduce_over_the_whole(is_any, lambda _: None),
         _torch.view_what_is_cut(is_any),
         _torch.write_through_views(is_any),
+        _torch.clip_over_meshes(is_any),
     )
+    other = distribute_tensor(rows[:2], init_device_mesh("cpu", (2,), mesh_dim_names=("other",)), [Shard(0)])
+    norms = torch.stack([tensor.norm(), other.norm()])
+    assert norms.full_tensor().tolist() == [rows.norm().item(), rows[:2].norm().item()]
+    torch._foreach_mul_([other], norms[0] * 0)
+    assert not other.full_tensor().any()
     assert nn.functional.mse_loss(tensor, tensor * 0).full_tensor().item() == rows.pow(2).mean().item()
     assert tensor.sum(dim=()).full_tensor().item() == rows.sum().item()
     tensor.view(-1)[3:6].zero_()

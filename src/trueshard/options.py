@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
 
+    from trueshard.plans import MixedPrecision
+
 ReshardWord = Literal["default", "always", "never", "last_layer", "auto"]
 Recompute = Literal["none", "full", "selective"]
 RecomputeWord = Literal["none", "full", "selective", "auto"]
@@ -43,7 +45,7 @@ EXPONENTS = range(-126, 75)
 
 Units: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Sequence[str | type] | None"
 Reshard: TypeAlias = "str | int | Mapping[str, str | int | bool]"
-Precision: TypeAlias = "MixedPrecisionPolicy | str | None"
+Precision: TypeAlias = "MixedPrecision | MixedPrecisionPolicy | str | None"
 Recomputation: TypeAlias = "str | Mapping[str, str]"
 Tensor: TypeAlias = "int | Mapping[str, str | int | bool]"
 Exact: TypeAlias = "bool | Mapping[str, int]"
@@ -123,9 +125,9 @@ class Options(AppliedOptions):
     )
     mixed_precision: Precision = option(
         None,
-        """Dtype that units compute in, while gradients are reduced in float32. ``"bf16"`` or ``"fp16"``. Or
-        torch's ``MixedPrecisionPolicy`` as it stands. The storage dtype is never touched. A run scales the loss with
-        "fp16", and leaves out steps that overflow.""",
+        """Dtype that units compute in, while gradients are reduced in float32. ``"bf16"`` or ``"fp16"``. Or a
+        ``trueshard.MixedPrecision``, or torch's ``MixedPrecisionPolicy``, as it stands. The storage dtype is never
+        touched. A run scales the loss with "fp16", and leaves out steps that overflow.""",
         text=PrecisionWord | None,
     )
     memory: str | int | None = option(

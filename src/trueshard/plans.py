@@ -128,18 +128,22 @@ class MixedPrecision:
                 raise ValueError(f"mixed_precision.{name}={dtype!r} is no dtype name; use one of {', '.join(DTYPES)}")
 
 
-def precision_of(given: Precision) -> MixedPrecision | None:
-    """Return a plan's mixed precision for ``shard()``'s option; raise ValueError for an unknown word."""
-    if given is None:
-        return None
-    if isinstance(given, str):
-        if given not in PRECISION_WORDS:
-            words = ", ".join(f'"{word}"' for word in PRECISION_WORDS)
-            raise ValueError(f"mixed_precision={given!r} is not known; use {words} or a MixedPrecisionPolicy")
-        return MixedPrecision(compute=SHORT_DTYPES[given], reduce="float32")
-    dtypes = (given.param_dtype, given.reduce_dtype, given.output_dtype)
+def precision_of(option: Precision) -> MixedPrecision | None:
+    """Return a plan's mixed precision for ``shard()``'s option; raise ValueError for what is none."""
+    if option is None or isinstance(option, MixedPrecision):
+        return option
+    if isinstance(option, str) and option in PRECISION_WORDS:
+        return MixedPrecision(compute=SHORT_DTYPES[option], reduce="float32")
+    if not hasattr(option, "param_dtype"):
+        words = ", ".join(f'"{word}"' for word in PRECISION_WORDS)
+        raise ValueError(
+            f"mixed_precision={option!r} is not known; use {words}, a trueshard.MixedPrecision or torch's "
+            "MixedPrecisionPolicy"
+        )
+    policy: Any = option
+    dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
     compute, reduce, output = (None if dtype is None else str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return MixedPrecision(compute, reduce, output, given.cast_forward_inputs)
+    return MixedPrecision(compute, reduce, output, policy.cast_forward_inputs)
 
 
 def check_options(options: Options) -> None:

@@ -117,6 +117,29 @@ def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return [results[i] for i in range(len(first))] if results else None
 
 
+def clip_over_meshes(ours: Ours) -> Undo:
+    """Let ``clip_grad_norm_`` take gradients of several meshes, as experts beside other layers have them.
+
+    torch stacks their norms and scales them as one list; DTensor has no operators over two meshes.
+    """
+
+    def stack(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = args[0]
+        meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+        if len(meshes) == 1:
+            return without_handler(operator, args, kwargs)
+        full = [gathered(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        stacked = operator(full, *args[1:], **kwargs)
+        return DTensor.from_local(stacked, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+
+    def scale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors, factor = args
+        operator(list(map(local, tensors)), gathered(factor) if isinstance(factor, DTensor) else factor)
+
+    stacked = handle([_aten.stack.default], stack, ours, missing=False)
+    return together(stacked, handle([_aten._foreach_mul_.Tensor], scale, ours, missing=False))
+
+
 def read_numbers_of_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Undo:
     """Let ``.item()``, ``float()``, ``bool()`` and f-strings of a DTensor give the number of the whole, on every rank.
 

@@ -145,6 +145,19 @@ def refuse(index: Index) -> None:
                     f"{name!r} rescales its weight in forward (max_norm), which would be lost with the gathered copy; "
                     "set max_norm=None and rescale after the optimizer's step"
                 )
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            raise ValueError(
+                f"{name!r} divides its gradients by how often an index occurs in a rank's own batch, not in all of it "
+                "(scale_grad_by_freq); set it to False and divide in a hook on the weight, by counts over all ranks"
+            )
+    for held in index.parameters:
+        # FSDP2 makes the parameter that autograd sees, and gives it no dtype of gradients.
+        dtype = getattr(held.tensor, "grad_dtype", None)  # torch has it from 2.10 on, for leaves
+        if dtype not in (None, held.tensor.dtype):
+            raise ValueError(
+                f"{held.name!r} asks for gradients in {dtype} (grad_dtype), and FSDP2 keeps them in the dtype of the "
+                f"parameter: store it in {dtype} and compute in {held.tensor.dtype} by mixed_precision="
+            )
     _refuse_shared_memory(index)
 
 

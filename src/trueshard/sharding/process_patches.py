@@ -88,6 +88,12 @@ PATCHES = (
         lambda: _torch.average_mixed_lists(is_ours),
     ),
     Patch(
+        "DTensor's operators of `clip_grad_norm_`",
+        "take gradients of several meshes (experts)",
+        "DTensor has one table of operators",
+        lambda: _torch.clip_over_meshes(is_ours),
+    ),
+    Patch(
         "`DTensor.item()`, `float()`, `bool()`, `__format__`",
         "give the number of the whole, on every rank",
         "the number (`p.norm()`) is a new DTensor, which no attribute of `p` reaches",
