@@ -166,6 +166,15 @@ def _alive(every: Sequence[Lifetime], position: int) -> list[Allocation]:
     return [lifetime.allocation for lifetime in every if lifetime.made <= position < lifetime.freed]
 
 
+def mark_activations(trace: Trace) -> None:
+    """Set the kind of memory made in forward and freed in backward, unless it is known to be of another one."""
+    for lifetime in lifetimes(trace):
+        allocation = lifetime.allocation
+        if allocation.kind == "temporary" and lifetime.made >= 0 and lifetime.freed < len(trace.events):
+            phases = allocation.place.phase, trace.events[lifetime.freed].place.phase
+            allocation.kind = "activations" if phases == ("forward", "backward") else "temporary"
+
+
 def received(trace: Trace, by: Literal["op", "axis"] = "op") -> dict[str, int]:
     """Return the bytes that this rank receives in a step, by collective or by axis, in the order of first use."""
     counts: dict[str, int] = defaultdict(int)

@@ -74,16 +74,24 @@ class Job:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh by axis, in order; tensor and context only where ranks share anything."""
-        shared = {name: size for name, size in sizes_of(self.plan or self.choices).items() if size > 1}
-        sizes = dict(zip(DATA[-len(self.ranks) :], self.ranks, strict=True))
-        for axis in AXES:
-            if axis.name in shared and axis.gradients == "sharded":  # ``ranks`` has them among those that shard
-                if sizes["shard"] % shared[axis.name]:
-                    words = f"{axis.name}={shared[axis.name]} does not divide the {sizes['shard']} ranks that shard"
-                    raise ValueError(words)
-                sizes["shard"] //= shared[axis.name]
-        return sizes | shared
+        """Sizes of the job's mesh, see ``mesh_axes``."""
+        return mesh_axes(self.ranks, self.plan or self.choices)
+
+
+def mesh_axes(ranks: tuple[int, ...], how: Plan | Options) -> dict[str, int]:
+    """Return the sizes of a mesh by axis, in order; tensor and context only where ranks share anything.
+
+    ``ranks``: those over which gradients are averaged, as ``Plan.ranks``.
+    """
+    shared = {name: size for name, size in sizes_of(how).items() if size > 1}
+    sizes = dict(zip(DATA[-len(ranks) :], ranks, strict=True))
+    for axis in AXES:
+        if axis.name in shared and axis.gradients == "sharded":  # ``ranks`` has them among those that shard
+            if sizes["shard"] % shared[axis.name]:
+                words = f"{axis.name}={shared[axis.name]} does not divide the {sizes['shard']} ranks that shard"
+                raise ValueError(words)
+            sizes["shard"] //= shared[axis.name]
+    return sizes | shared
 
 
 @dataclass(frozen=True)

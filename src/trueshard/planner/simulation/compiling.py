@@ -31,7 +31,7 @@ import networkx
 
 from trueshard.planner.ledger import Lifetime, lifetimes
 from trueshard.planner.timeline import is_fusable
-from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Kind, Trace
+from trueshard.planner.trace import Allocation, Communication, Event, Free, Kernel, Trace
 from trueshard.plans import Plan
 
 REDUCTION = 4
@@ -42,15 +42,15 @@ FARTHER = 1.1
 
 _FREE_TO_KEEP = ("parameters", "gathered", "inputs")
 
-_RESULTS = ("activations", "temporary")
-"""Kinds of operators' results."""
-
 _Graph = tuple[str, str, int]
 """Phase, unit, microbatch."""
 
 
 def compiled(trace: Trace, plan: Plan) -> Trace:
-    """Return an eager step's trace, which has ``reads`` and ``writes``, with the blocks of ``plan`` compiled."""
+    """Return an eager step's trace, which has ``reads`` and ``writes``, with the blocks of ``plan`` compiled.
+
+    Operators' results are ``temporary``: which of them are activations depends on where they are freed then.
+    """
     blocks = {unit.name: unit.activation_checkpointing == "none" for unit in plan.units if unit.kind == "block"}
     flow = _DataFlow(trace, set(blocks))
     for forward in [graph for graph in flow.kernels if graph[0] == "forward"]:
@@ -61,7 +61,7 @@ def compiled(trace: Trace, plan: Plan) -> Trace:
             _recompute(flow, forward)
         _free_unread(flow, forward, backward[0])
     for storage in flow.storages.values():  # oldest first
-        if storage.allocation.kind in _RESULTS and storage.made >= 0 and flow.is_fused(storage):
+        if storage.allocation.kind == "temporary" and storage.made >= 0 and flow.is_fused(storage):
             _fuse(flow, storage)
     return flow.rewritten()
 
@@ -138,22 +138,14 @@ class _DataFlow:
         for i, event in enumerate(self.events):
             at.append(len(events))
             if isinstance(event, Allocation):
-                if (storage := self.storages[event.storage]).exists:
-                    events.append(self._allocation(storage))
+                if self.storages[event.storage].exists:
+                    events.append(event)
             elif isinstance(event, (Kernel, Communication)) and event.after:
                 events.append(dataclasses.replace(event, after=tuple(at[position] for position in event.after)))
             elif not isinstance(event, Free):
                 events.append(event)
             events += [Free(event.place, ended.allocation.storage, ended.allocation.bytes) for ended in moved[i]]
         return Trace(events, self.trace.resident)
-
-    def _allocation(self, storage: _Storage) -> Allocation:
-        """Return the allocation with its kind, which depends on the phase of its free."""
-        made = storage.allocation
-        if made.kind not in _RESULTS or made.place.phase != "forward" or storage.freed == len(self.events):
-            return made
-        kind: Kind = "activations" if self.events[storage.freed].place.phase == "backward" else "temporary"
-        return made if made.kind == kind else dataclasses.replace(made, kind=kind)
 
 
 # Rules 1 and 2: what backward keeps
@@ -195,7 +187,7 @@ def _recompute(flow: _DataFlow, forward: _Graph) -> None:
 def _free_unread(flow: _DataFlow, forward: _Graph, first: int) -> None:
     """Free results of forward that nothing reads from position ``first`` on, where backward begins."""
     for storage in _storages_of(flow, forward).values():
-        if storage.allocation.kind not in _RESULTS or flow.graph(storage) != forward:
+        if storage.allocation.kind != "temporary" or flow.graph(storage) != forward:
             continue
         last = max([*storage.readers, *storage.makers])
         if last < first < storage.freed < len(flow.events):

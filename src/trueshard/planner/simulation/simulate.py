@@ -32,7 +32,7 @@ from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
 from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
 from trueshard.planner.trace import EventPlace, Kernel, Phase, Trace
-from trueshard.planner.workload import Job, Workload
+from trueshard.planner.workload import Job, Workload, mesh_axes
 from trueshard.plans import Plan
 from trueshard.sharding import engine
 from trueshard.sharding.engine import accumulate
@@ -204,11 +204,9 @@ class Simulator:
 
     def resolve(self, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it."""
-        model = self.model
-        job = Job(self.workload, ranks, plan=how) if isinstance(how, Plan) else Job(self.workload, ranks, choices=how)
+        index = names.Index(self.model)
         with self._mode:
-            index = names.Index(model)
-            return resolve_tensor(index, engine.resolve(index, how, ranks), job.axes)
+            return resolve_tensor(index, engine.resolve(index, how, ranks), mesh_axes(ranks, how))
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""
@@ -324,9 +322,9 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
                 del batches
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
-            trace = Trace(recorder.take(), resident)
-            _mark_activations(trace)
-            traces.append(_as_planned(trace, job, plan, recorder.members))
+            trace = _as_planned(Trace(recorder.take(), resident), job, plan, recorder.members)
+            ledger.mark_activations(trace)
+            traces.append(trace)
     return traces
 
 
@@ -362,15 +360,6 @@ def _optimizer_state(
             for key, value in entries.items() if isinstance(entries, dict) else ():
                 for tensor in _torch.tensors_in(value):
                     yield f"{name_of.get(id(parameter), '?')}.{key}", tensor
-
-
-def _mark_activations(trace: Trace) -> None:
-    """Set the kind of memory made in forward and freed in backward, unless it is known to be of another one."""
-    for lifetime in ledger.lifetimes(trace):
-        made = lifetime.allocation
-        if made.kind == "temporary" and lifetime.made >= 0 and lifetime.freed < len(trace.events):
-            phases = made.place.phase, trace.events[lifetime.freed].place.phase
-            made.kind = "activations" if phases == ("forward", "backward") else "temporary"
 
 
 def _as_planned(trace: Trace, job: Job, plan: Plan, members: Mapping[str, Sequence[str]]) -> Trace:
