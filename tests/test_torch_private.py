@@ -249,7 +249,8 @@ def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None
             return self.parts[rank](x)
 
     model = nn.Sequential(nn.Linear(4, 4), Parts())
-    _torch.reduce_unused(fully_shard(model[1]))
+    _torch.follow_accumulation(fully_shard(model[1]))
+    _torch.reduce_unused(model[1])
     fully_shard(model)
     for last in (False, True):
         model.set_requires_gradient_sync(last)

@@ -272,6 +272,29 @@ def interrupted(root: ShardedModule) -> bool:
     return any(state._training_state != TrainingState.IDLE for state in context.all_states)
 
 
+def follow_accumulation(root: nn.Module) -> None:
+    """Let a unit accumulate and reduce whichever of its parameters the microbatches used, in any dtype.
+
+    A backward that does not reduce leaves gradients in the reduce dtype. There, torch also asks a unit that was never
+    gathered. And it refuses what the last microbatch uses first: that gradient has the compute dtype.
+    """
+    for _, group in _groups_below(root):
+        group.post_backward = functools.partial(_reduce_in_one_dtype, group, group.post_backward)
+
+
+def _reduce_in_one_dtype(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    parameters = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    waiting = [p for p in parameters if getattr(p, "unsharded_accumulated_grad", None) is None]
+    if group.reduce_grads and len(waiting) < len(parameters):
+        for parameter in waiting:
+            gathered = parameter._unsharded_param
+            if getattr(group, "reduce_scatter_unused_params", False) and gathered.requires_grad:
+                gathered.grad = torch.zeros_like(gathered) if gathered.grad is None else gathered.grad
+            parameter.to_accumulated_grad_if_needed()
+    if parameters:
+        post_backward(*unused)
+
+
 def reduce_unused(module: ShardedModule) -> None:
     """Let a unit reduce zeros for a parameter that this rank did not use: ranks may use different ones.
 

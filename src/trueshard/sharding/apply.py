@@ -93,6 +93,7 @@ def apply(
     # [Note: Order of application]
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
+    _torch.follow_accumulation(root)
     if plan.exact and mesh.size(-1) == 1:
         _torch.align_gradients(root)
     else:
