@@ -2,20 +2,24 @@
 
 - It replaces a module's own ``forward``: a wrapper module would put its attribute into every name below it. A
   transformers layer has a switch of its own, which also keeps its key-value cache out of the recomputation.
+- What a forward writes to buffers and attributes (running statistics, counters, lists) is written once: recomputation
+  begins with the buffers of then, and leaves those of now.
 - ``selective`` keeps the outputs of attention and of every second matrix product, and recomputes the rest (as
   TorchTitan's per-operation mode does).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trueshard import _torch
 from trueshard.parallel.sequence import Parts, recomputing
 
 _aten = torch.ops.aten
@@ -25,6 +29,8 @@ _ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
+_TORCH = vars(nn.Module()).keys()
+"""Attributes of any module that are torch's: parameters come and go with gathering."""
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 
 
@@ -34,7 +40,7 @@ def recompute(module: nn.Module, mode: str, *, shared: bool = False, parts: Part
     ``"full"`` keeps only the inputs for backward; ``"selective"`` also the costly operations' outputs. ``shared``: the
     module's matrices, by ranks. ``parts``: what of the model is given parts of sequences.
     """
-    function = _checkpointed(mode, shared, parts)
+    function = _checkpointed(module, mode, shared, parts)
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         module.gradient_checkpointing = True  # type: ignore[assignment]
         module._gradient_checkpointing_func = function  # type: ignore[assignment]
@@ -50,20 +56,70 @@ def recompute(module: nn.Module, mode: str, *, shared: bool = False, parts: Part
     module.__dict__["forward"] = recomputed
 
 
-def _checkpointed(mode: str, shared: bool, parts: Parts | None) -> Callable[..., Any]:
+def _checkpointed(module: nn.Module, mode: str, shared: bool, parts: Parts | None) -> Callable[..., Any]:
     """Return (function, *args) → its outputs, recomputed in backward."""
     contexts = _selective_contexts if mode == "selective" else None
-    plain = _checkpoint_in(contexts)
-    if not shared:
-        return plain
-    compiled = _checkpoint_in(contexts or _traced_contexts)
-    eager = plain if parts is None else _checkpoint_in(functools.partial(recomputing, parts.state, contexts))
+    compiled = _checkpoint_in(contexts or (_traced_contexts if shared else None))
+    inner = contexts if parts is None else functools.partial(recomputing, parts.state, contexts)
+    eager = _checkpoint_in(functools.partial(_writing_once, module, inner))
 
     def function(*args: Any) -> Any:
         # A compiler traces the recomputation along with the forward: at the same length, and in no context of ours.
         return (compiled if torch.compiler.is_compiling() else eager)(*args)
 
     return function
+
+
+def _writing_once(module: nn.Module, contexts: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """Return the contexts of a forward of ``module`` and of its recomputation, inside which are those of ``contexts``.
+
+    Values are copied by ``data``, whose version is its own: the recomputed graph may hold the buffers.
+    """
+    forward, recomputation = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+    before = _buffers(module)  # kernels of batch norm bump no version that would tell what changes
+
+    @contextlib.contextmanager
+    def recompute() -> Iterator[None]:
+        now = _buffers(module)
+        _write(before)
+        try:
+            with _same_attributes(module), recomputation:
+                yield
+        finally:
+            _write(now)
+
+    return forward, recompute()
+
+
+def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+    """Return (owner's table, name, buffer, copy of its values) of each; a forward may replace a buffer by another."""
+    tables = [_torch.own_buffers(inner) for inner in module.modules()]
+    buffers = [(table, name, buffer) for table in tables for name, buffer in table.items()]
+    return [(table, name, buffer, buffer.detach().clone()) for table, name, buffer in buffers if buffer is not None]
+
+
+def _write(buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> None:
+    for table, name, buffer, values in buffers:
+        table[name] = buffer
+        buffer.data.copy_(values)
+
+
+@contextlib.contextmanager
+def _same_attributes(module: nn.Module) -> Iterator[None]:
+    """Give the attributes of all modules at and below ``module`` back what they were, lists and dicts their content."""
+    before = [(vars(inner), {k: v for k, v in vars(inner).items() if k not in _TORCH}) for inner in module.modules()]
+    held = [value for _, attributes in before for value in attributes.values() if isinstance(value, (list, dict, set))]
+    contents = [value.copy() for value in held]
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            for name in attributes.keys() - values.keys() - _TORCH:
+                del attributes[name]
+            attributes.update(values)
+        for value, content in zip(held, contents, strict=True):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _checkpoint_in(contexts: Callable[[], Any] | None) -> Callable[..., Any]:
