@@ -76,7 +76,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 def write_run(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
     """The folder of a run with these steps."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in records))
     return folder
 
 
@@ -109,14 +109,14 @@ def rewarded(step: int, **more: Any) -> dict[str, Any]:
 def answer(step: int, prompt: int, sample: int, **more: Any) -> dict[str, Any]:
     """A line of `samples.jsonl`: digits to sort, sorted better in later steps."""
     chance = random.Random(f"{step}/{prompt}/{sample}")
-    asked = random.Random(prompt)
-    digits = [asked.randrange(10) for _ in range(7)]
+    chosen = random.Random(prompt)
+    digits = [chosen.randrange(10) for _ in range(7)]
     right = sorted(digits)
-    given = [digit if chance.random() < 0.5 + step / 130 else chance.randrange(10) for digit in right]
+    attempt = [digit if chance.random() < 0.5 + step / 130 else chance.randrange(10) for digit in right]
     pieces = ["<think>", "\n", *(f" {digit}" for digit in digits), "\n", "</think>", "\n"]
-    pieces += [piece for digit in given for piece in (" ", str(digit))] + ["<|end|>"]
+    pieces += [piece for digit in attempt for piece in (" ", str(digit))] + ["<|end|>"]
     logprobs = [math.log(min(1.0, chance.betavariate(6, 1) + 1e-9)) for _ in pieces]
-    exact, part = float(given == right), sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
+    exact, part = float(attempt == right), sum(a == b for a, b in zip(attempt, right, strict=True)) / len(right)
     return {
         "step": step,
         "prompt": prompt,
@@ -127,7 +127,7 @@ def answer(step: int, prompt: int, sample: int, **more: Any) -> dict[str, Any]:
         "pieces": pieces,
         "own": [not 2 <= i < 4 for i in range(len(pieces))],
         "logprobs": logprobs,
-        "trained_logprobs": [each + chance.gauss(0, 0.01) - (chance.random() < 0.02) * 0.4 for each in logprobs],
+        "trained_logprobs": [logprob + chance.gauss(0, 0.01) - (chance.random() < 0.02) * 0.4 for logprob in logprobs],
         "reward": round(0.5 * exact + 0.5 * part, 4),
         "parts": {"exact": exact, "place": round(part, 4)},
         "advantage": chance.gauss(0, 1),
@@ -154,15 +154,15 @@ def answers(steps: int, prompts: int = 4, samples: int = 8) -> list[dict[str, An
 def write_samples(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
     """Put answers into the folder of a run."""
     file = folder / "samples.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
 
 
 def data_of(text: str) -> dict[str, Any]:
     """The figures in a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert match
+    return json.loads(match[1], parse_constant=pytest.fail)  # type: ignore[no-any-return]
 
 
 def assert_drawn(picture: Path, pixels: int, *colours: str) -> None:

@@ -37,7 +37,7 @@ def written(folder: Path, tracking: Tracking | None = None, **more: Any) -> list
 
 
 def steps(folder: Path) -> list[int]:
-    return sorted({each["step"] for each in read_samples(folder / "samples.jsonl")})
+    return sorted({entry["step"] for entry in read_samples(folder / "samples.jsonl")})
 
 
 def test_a_resumed_run_has_each_answer_once(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_a_resumed_run_has_each_answer_once(tmp_path: Path) -> None:
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 5, "pro')
     assert trainer(written(tmp_path), 6, tmp_path).fit()
-    found = [(each["step"], each["prompt"], each["sample"]) for each in read_samples(tmp_path / "samples.jsonl")]
-    assert found == [(step, prompt, i) for step in range(1, 7) for prompt in (5, 9) for i in range(3)]
+    places = [(entry["step"], entry["prompt"], entry["sample"]) for entry in read_samples(tmp_path / "samples.jsonl")]
+    assert places == [(step, prompt, i) for step in range(1, 7) for prompt in (5, 9) for i in range(3)]
 
 
 def test_answers_that_the_file_has_are_not_written_again(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_answers_that_the_file_has_are_not_written_again(tmp_path: Path) -> None
     writer.on_start(resumed)
     writer.write([answer(2, 5, 0), answer(3, 5, 0)])  # a rollout that both steps use is made again
     writer.on_end(resumed)
-    assert [each["step"] for each in read_samples(writer.path)] == [1] * 6 + [2] * 6 + [3]
+    assert [entry["step"] for entry in read_samples(writer.path)] == [1] * 6 + [2] * 6 + [3]
 
 
 def test_a_last_line_without_its_end_is_kept_if_it_is_whole(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_what_is_not_finite_is_null_and_comes_back_as_nan(tmp_path: Path) -> Non
     writer.on_start(trainer([], 1))
     writer.write([lost])
     json.loads((tmp_path / "samples.jsonl").read_text(), parse_constant=pytest.fail)
-    (found,) = read_samples(writer.path)
-    assert all(math.isnan(value) for value in (found["reward"], found["logprobs"][0], found["parts"]["exact"]))
-    assert found["logprobs"][1:] == lost["logprobs"][1:]
+    (result,) = read_samples(writer.path)
+    assert all(math.isnan(value) for value in (result["reward"], result["logprobs"][0], result["parts"]["exact"]))
+    assert result["logprobs"][1:] == lost["logprobs"][1:]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_one_rank_writes(ranks2: Ranks, tmp_path: Path) -> None:
 
 def test_a_text_has_the_best_and_the_worst_answer_literally() -> None:
     lines = [answer(1, 5, i, reward=i / 4, text=f"<b>{i}</b>\n* {i}") for i in range(4)]
-    found = markdown(lines)
-    assert lacking(found, "Prompt 5", "4 answers", "**Best:** reward 0.75", "**Worst:** reward 0", "`exact`") == []
-    assert lacking(found, "\n    <b>3</b>\n    * 3", "\n    <b>0</b>\n    * 0") == []
-    assert "<b>1" not in found
+    text = markdown(lines)
+    assert lacking(text, "Prompt 5", "4 answers", "**Best:** reward 0.75", "**Worst:** reward 0", "`exact`") == []
+    assert lacking(text, "\n    <b>3</b>\n    * 3", "\n    <b>0</b>\n    * 0") == []
+    assert "<b>1" not in text
     long = markdown([answer(1, 5, 0, text="x" * 10_000)])
     assert len(long) < 3000
     assert "Worst" not in long
@@ -173,8 +173,8 @@ def test_tensorboard_has_the_texts(tmp_path: Path) -> None:
 
     tracking = Tracking(trackers(["tensorboard"]), CONFIG, tmp_path, "trial")
     trainer([Measures(), tracking, *written(tmp_path, tracking, text_every=2)], 4).fit()
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (tag,) = [tag for tag in found.Tags()["tensors"] if "samples" in tag]
-    events = found.Tensors(tag)
-    assert [each.step for each in events] == [1, 2, 4]
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (tag,) = [tag for tag in accumulator.Tags()["tensors"] if "samples" in tag]
+    events = accumulator.Tensors(tag)
+    assert [event.step for event in events] == [1, 2, 4]
     assert b"**Best:** reward" in events[0].tensor_proto.string_val[0]

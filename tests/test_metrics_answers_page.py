@@ -30,9 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("rl") / "sort", [rewarded(step) for step in range(1, 61)])
     lines = answers(60)
     pieces = [EVIL, "", "\n", " end"]
-    each = {"pieces": pieces, "tokens": [1, 2, 3, 4], "own": [True] * 4, "logprobs": [-0.5, -1.0, -2.0, 0.0]}
-    each |= {"trained_logprobs": [-0.25, -1.0, -2.0, 0.0], "prompt_text": EVIL, "text": "".join(pieces)}
-    lines.append(answer(60, 77, 0, **each, reward=math.nan, finished=False, weights_version=57))
+    changes = {"pieces": pieces, "tokens": [1, 2, 3, 4], "own": [True] * 4, "logprobs": [-0.5, -1.0, -2.0, 0.0]}
+    changes |= {"trained_logprobs": [-0.25, -1.0, -2.0, 0.0], "prompt_text": EVIL, "text": "".join(pieces)}
+    lines.append(answer(60, 77, 0, **changes, reward=math.nan, finished=False, weights_version=57))
     write_samples(folder, lines)
     return folder
 
@@ -48,8 +48,8 @@ def file(run: Path) -> Path:
 def test_a_run_s_answers_lie_beside_its_curves(run: Path, file: Path, tmp_path: Path) -> None:
     assert file == run / "samples.html"
     names = ["curves.html", "curves.png", "metrics.jsonl", "samples.html", "samples.jsonl"]
-    assert sorted(each.name for each in run.iterdir()) == names
-    assert [each.name for each in plot([run], tmp_path / "a.html")] == ["a.html"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert [path.name for path in plot([run], tmp_path / "a.html")] == ["a.html"]
     assert file.stat().st_size < 2_000_000
 
 
@@ -57,7 +57,7 @@ def test_a_run_s_answers_lie_beside_its_curves(run: Path, file: Path, tmp_path: 
 def test_a_run_that_has_no_answer_yet_has_no_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [rewarded(1)])
     (folder / "samples.jsonl").write_text('{"step": 1, "pro')
-    assert [each.name for each in plot([folder])] == ["curves.png", "curves.html"]
+    assert [path.name for path in plot([folder])] == ["curves.png", "curves.html"]
 
 
 def test_the_page_has_every_answer_and_is_never_markup(file: Path) -> None:
@@ -69,11 +69,11 @@ def test_the_page_has_every_answer_and_is_never_markup(file: Path) -> None:
     assert [prompt["number"] for prompt in data["prompts"]] == [0, 1, 2, 3, 77]
     assert [group["step"] for group in data["prompts"][0]["groups"]] == list(range(1, 61))
     shown, line = data["prompts"][1]["groups"][6]["answers"], answer(7, 1, 0)
-    assert [each["reward"] for each in shown] == sorted((answer(7, 1, i)["reward"] for i in range(8)), reverse=True)
-    (found,) = [each for each in shown if each["sample"] == 0]
-    assert (found["pieces"], found["given"], found["parts"]) == (line["pieces"], [2, 3], line["parts"])
-    assert found["logprobs"] == pytest.approx(line["logprobs"], rel=1e-4)
-    assert found["differences"][3] == pytest.approx(line["trained_logprobs"][3] - line["logprobs"][3], rel=1e-2)
+    assert [entry["reward"] for entry in shown] == sorted((answer(7, 1, i)["reward"] for i in range(8)), reverse=True)
+    (first,) = [entry for entry in shown if entry["sample"] == 0]
+    assert (first["pieces"], first["given"], first["parts"]) == (line["pieces"], [2, 3], line["parts"])
+    assert first["logprobs"] == pytest.approx(line["logprobs"], rel=1e-4)
+    assert first["differences"][3] == pytest.approx(line["trained_logprobs"][3] - line["logprobs"][3], rel=1e-2)
     assert [group["used"] for group in data["prompts"][3]["groups"]] == [step < 40 for step in range(1, 61)]
     assert data["prompts"][4]["groups"][0]["rewards"] == [None]
 
@@ -209,17 +209,17 @@ def test_markup_is_shown_as_it_is_and_what_is_odd_is_marked(tab: chromium.Page) 
 
 @in_a_browser
 def test_prompts_can_be_searched_and_ordered(tab: chromium.Page) -> None:
-    def found(words: str, order: str = "number") -> list[int]:
+    def search(words: str, order: str = "number") -> list[int]:
         tab.run(f"$('search').value = {words!r}; $('order').value = {order!r}; list()")
         return [
             int(each.split()[0])
             for each in tab.run("[...document.querySelectorAll('#list .dim')].map((e) => e.innerText)")
         ]
 
-    assert found("ALERT") == [77]
-    assert found("step 60") == [0, 1, 2, 3, 77]
-    assert found("step 61") == []
-    assert found("sort these", "high")[0] == 3
+    assert search("ALERT") == [77]
+    assert search("step 60") == [0, 1, 2, 3, 77]
+    assert search("step 61") == []
+    assert search("sort these", "high")[0] == 3
     means = tab.run("[...data.prompts].sort(ORDERS.low).map((each) => each.number)")
     assert sorted(means) == [0, 1, 2, 3, 77]
 

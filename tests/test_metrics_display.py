@@ -32,34 +32,34 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     trainer([Measures(), Display(4)], 10).fit()
-    found = lines(capsys)
-    assert [line.split()[1] for line in found] == ["1/10", "4/10", "8/10", "10/10"]
-    assert all(re.match(r"step \d+/10  loss \d\.\d{4}  [\d,]+ tokens/s  \d+\.\d GiB", line) for line in found)
+    output = lines(capsys)
+    assert [line.split()[1] for line in output] == ["1/10", "4/10", "8/10", "10/10"]
+    assert all(re.match(r"step \d+/10  loss \d\.\d{4}  [\d,]+ tokens/s  \d+\.\d GiB", line) for line in output)
 
 
 def test_rates_are_those_of_the_steps_since_the_line_before() -> None:
     fast = record(1, seconds=1.0, tokens_per_second=300.0, mfu=0.3, data_wait=0.0)
     slow = record(2, seconds=2.0, tokens_per_second=150.0, mfu=0.15, data_wait=0.6)
-    found = together([fast, slow])
-    assert found["tokens_per_second"] == pytest.approx(200)
-    assert found["mfu"] == pytest.approx(0.2)
-    assert figures(found)["waiting"] == "20% data wait"
-    assert found["loss"] == slow["loss"]
+    both = together([fast, slow])
+    assert both["tokens_per_second"] == pytest.approx(200)
+    assert both["mfu"] == pytest.approx(0.2)
+    assert figures(both)["waiting"] == "20% data wait"
+    assert both["loss"] == slow["loss"]
 
 
 def test_memory_is_shown_against_what_was_planned() -> None:
-    found = figures(record(1, memory_reserved=60 << 30, memory_planned=70 << 30))
-    assert found["memory"] == "60.0 of 70.0 GiB"
-    assert "MFU" not in found
+    values = figures(record(1, memory_reserved=60 << 30, memory_planned=70 << 30))
+    assert values["memory"] == "60.0 of 70.0 GiB"
+    assert "MFU" not in values
 
 
 def test_an_evaluation_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(1)
     held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
     trainer([Measures(), Display(100)], 4, evaluation=held_out, evaluate_every=2).fit()
-    found = [line for line in lines(capsys) if line.startswith("evaluation")]
-    assert re.match(r"evaluation at step 2  loss \d\.\d{4}  best\b", found[0])
-    assert len(found) == 2
+    evaluations = [line for line in lines(capsys) if line.startswith("evaluation")]
+    assert re.match(r"evaluation at step 2  loss \d\.\d{4}  best\b", evaluations[0])
+    assert len(evaluations) == 2
 
 
 class Rewards(Callback):
@@ -76,13 +76,13 @@ class Rewards(Callback):
 def test_a_reward_takes_the_place_of_the_loss_with_its_trend(capsys: pytest.CaptureFixture[str]) -> None:
     held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
     trainer([Rewards(), Measures(), Display(5)], 50, evaluation=held_out, evaluate_every=25).fit()
-    found = lines(capsys)
-    shown = {int(line.split()[1].split("/")[0]): line for line in found if line.startswith("step")}
+    output = lines(capsys)
+    shown = {int(line.split()[1].split("/")[0]): line for line in output if line.startswith("step")}
     assert re.match(r"step 5/50  reward 0\.000  [\d,]+ tokens/s", shown[5])
     assert "reward 0.000 → 0.000" in shown[30]
     assert "reward 0.500 ↑ 0.500" in shown[50]
-    assert not any("loss" in line for line in found)
-    assert [line for line in found if line.startswith("evaluation")] == [
+    assert not any("loss" in line for line in output)
+    assert [line for line in output if line.startswith("evaluation")] == [
         "evaluation at step 25  reward 0.750  best so far",
         "evaluation at step 50  reward 0.500",
     ]
@@ -105,9 +105,9 @@ def test_a_step_that_was_skipped_is_told(capsys: pytest.CaptureFixture[str]) -> 
                 next(trainer.model.parameters()).fill_(math.inf if record["step"] == 1 else 0.1)
 
     trainer([Overflow(), Measures(), Display(100)], 4, skip_nonfinite=2).fit()
-    told = [line for line in lines(capsys) if "skipped" in line]
-    assert len(told) == 1
-    assert re.match(r"step 2/4  loss (nan|inf), .*\bnan\b.*\b1 of .*2\b", told[0])
+    skipped = [line for line in lines(capsys) if "skipped" in line]
+    assert len(skipped) == 1
+    assert re.match(r"step 2/4  loss (nan|inf), .*\bnan\b.*\b1 of .*2\b", skipped[0])
 
 
 def printed(rank: int, ranks: int) -> str:

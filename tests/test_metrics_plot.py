@@ -37,8 +37,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_run_is_its_folder_or_its_file(two: list[Path]) -> None:
-    found = read_runs([two[0], two[1] / "metrics.jsonl"])
-    assert [(run.name, len(run.records)) for run in found] == [("one", 100), ("two", 60)]
+    runs = read_runs([two[0], two[1] / "metrics.jsonl"])
+    assert [(run.name, len(run.records)) for run in runs] == [("one", 100), ("two", 60)]
 
 
 def test_runs_of_one_name_are_told_apart_by_more_of_their_paths(tmp_path: Path) -> None:
@@ -69,23 +69,23 @@ def test_a_wrong_run_is_one_line_with_the_remedy(two: list[Path], tmp_path: Path
 
 
 def test_a_short_run_is_drawn_step_by_step() -> None:
-    found = curve([record(step) for step in range(1, 31)], "loss")
-    assert found is not None
-    assert found.step.tolist() == list(range(1, 31))
-    assert found.mean.tolist() == [record(step)["loss"] for step in range(1, 31)]
+    points = curve([record(step) for step in range(1, 31)], "loss")
+    assert points is not None
+    assert points.step.tolist() == list(range(1, 31))
+    assert points.mean.tolist() == [record(step)["loss"] for step in range(1, 31)]
 
 
 def test_a_long_run_keeps_its_mean_and_its_extremes() -> None:
     values = np.random.default_rng(0).normal(size=10_007)
     values[[77, 5000]] = [50.0, -50.0]
     records = [record(step, loss=value) for step, value in enumerate(values.tolist(), start=1)]
-    found = curve(records, "loss", points=100)
-    assert found is not None
-    assert len(found.step) == 100
-    assert found.step[-1] == 10_007
-    assert (found.low.min(), found.high.max()) == (-50, 50)
-    assert found.count.sum() == 10_007
-    assert (found.mean * found.count).sum() == pytest.approx(values.sum())
+    points = curve(records, "loss", points=100)
+    assert points is not None
+    assert len(points.step) == 100
+    assert points.step[-1] == 10_007
+    assert (points.low.min(), points.high.max()) == (-50, 50)
+    assert points.count.sum() == 10_007
+    assert (points.mean * points.count).sum() == pytest.approx(values.sum())
 
 
 def test_what_is_not_finite_is_a_gap_and_counts_nothing() -> None:
@@ -100,9 +100,9 @@ def test_what_is_not_finite_is_a_gap_and_counts_nothing() -> None:
 
 
 def test_smoothing_weighs_by_distance() -> None:
-    found = curve([record(step, loss=float(step == 1001)) for step in range(1, 1102)], "loss")
-    assert found is not None
-    line = smoothed(found, 10)
+    points = curve([record(step, loss=float(step == 1001)) for step in range(1, 1102)], "loss")
+    assert points is not None
+    line = smoothed(points, 10)
     assert line[[990, 1010]] / line[1000] == pytest.approx([0.5, 0.5], rel=1e-3)
     assert line.sum() == pytest.approx(1, rel=0.01)
 
@@ -114,9 +114,9 @@ def test_smoothing_does_not_hold_a_steep_beginning_up() -> None:
 
 
 def test_smoothing_keeps_gaps() -> None:
-    found = curve([record(step, loss=math.nan if step == 3 else 1.0) for step in range(1, 9)], "loss")
-    assert found is not None
-    assert smoothed(found, 5).tolist() == pytest.approx([1, 1, math.nan, 1, 1, 1, 1, 1], nan_ok=True)
+    points = curve([record(step, loss=math.nan if step == 3 else 1.0) for step in range(1, 9)], "loss")
+    assert points is not None
+    assert smoothed(points, 5).tolist() == pytest.approx([1, 1, math.nan, 1, 1, 1, 1, 1], nan_ok=True)
 
 
 def test_smoothing_is_a_hundredth_of_the_longest_run() -> None:
@@ -239,8 +239,8 @@ def at(tab: chromium.Page, chart: str, across: float, down: float = 0.5) -> tupl
 
 
 def tip(tab: chromium.Page, chart: str) -> str:
-    found = f"charts.find((each) => each.panel.key === {chart!r}).tip"
-    return str(tab.run(f"{found}.hidden ? '' : {found}.innerText"))
+    element = f"charts.find((each) => each.panel.key === {chart!r}).tip"
+    return str(tab.run(f"{element}.hidden ? '' : {element}.innerText"))
 
 
 def choose(tab: chromium.Page, selector: str) -> None:
@@ -335,12 +335,12 @@ def test_across_may_be_tokens_and_the_loss_may_be_logarithmic(tab: chromium.Page
 
 @in_a_browser
 def test_smoothing_is_what_the_picture_s_is(tab: chromium.Page, two: list[Path]) -> None:
-    found = curve(read_runs(two)[0].records, "loss")
-    assert found is not None
+    points = curve(read_runs(two)[0].records, "loss")
+    assert points is not None
     assert tab.run("view.half") == 1
     tab.run("(() => { const h = $('half-life'); h.value = 4; h.dispatchEvent(new Event('input')); })()")
     assert tab.run("$('half-life-words').textContent") == "half-life 10 steps"
-    assert tab.run("[...charts[0].smoothed(data.runs[0].curves.loss)]") == pytest.approx(smoothed(found, 10), rel=1e-6)
+    assert tab.run("[...charts[0].smoothed(data.runs[0].curves.loss)]") == pytest.approx(smoothed(points, 10), rel=1e-6)
     tab.run("(() => { const h = $('half-life'); h.value = 0; h.dispatchEvent(new Event('input')); })()")
     assert tab.run("$('half-life-words').textContent") == "none"
     assert tab.run("charts[0].smoothed(data.runs[0].curves.loss) === data.runs[0].curves.loss.mean")

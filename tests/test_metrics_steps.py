@@ -31,7 +31,7 @@ class Changed(Callback):
 
 
 def steps(folder: Path) -> list[int]:
-    return [each["step"] for each in read_metrics(folder / "metrics.jsonl")]
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     resumed = trainer([MetricsWriter(tmp_path)], 6, tmp_path)
     assert resumed.fit()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert [each["batches"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["batches"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["metrics.jsonl"]
 
 
@@ -85,7 +85,7 @@ def test_an_evaluation_before_training_is_step_0(tmp_path: Path) -> None:
 def test_a_damaged_line_is_passed_over_only_where_it_is_the_last(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps(record(1)) + "\n" + damage)
-    assert [each["step"] for each in read_metrics(file)] == [1]
+    assert [line["step"] for line in read_metrics(file)] == [1]
     file.write_text(json.dumps(record(1)) + "\n" + damage + "\n" + json.dumps(record(3)) + "\n")
     with pytest.raises(UserError, match=naming("metrics.jsonl", "line 2", "delete")):
         read_metrics(file)
@@ -103,23 +103,23 @@ def test_a_damaged_file_is_left_as_it_is(tmp_path: Path) -> None:
 def test_rates_are_those_of_the_step(tmp_path: Path) -> None:
     measures = Measures(flops_per_token=6e6, peak_flops=1e12, memory_planned=5 << 30)
     trainer([Changed(2, seconds=0.5, step_tokens=1000), measures, MetricsWriter(tmp_path)], 2).fit()
-    found = read_metrics(tmp_path / "metrics.jsonl")[1]
-    assert found["tokens_per_second"] == found["tokens_per_second_per_rank"] == 2000
-    assert found["mfu"] == pytest.approx(2000 * 6e6 / 1e12)
-    assert found["memory_planned"] == 5 << 30
+    step = read_metrics(tmp_path / "metrics.jsonl")[1]
+    assert step["tokens_per_second"] == step["tokens_per_second_per_rank"] == 2000
+    assert step["mfu"] == pytest.approx(2000 * 6e6 / 1e12)
+    assert step["memory_planned"] == 5 << 30
 
 
 def test_what_is_not_known_is_absent(tmp_path: Path) -> None:
     trainer([Measures(flops_per_token=6e6), MetricsWriter(tmp_path)], 1).fit()
-    found = read_metrics(tmp_path / "metrics.jsonl")[0]
-    assert not {"mfu", "memory_planned", "memory_reserved"} & found.keys()
-    assert found["tokens_per_second"] == pytest.approx(found["step_tokens"] / found["seconds"])
+    step = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert not {"mfu", "memory_planned", "memory_reserved"} & step.keys()
+    assert step["tokens_per_second"] == pytest.approx(step["step_tokens"] / step["seconds"])
 
 
 def test_memory_on_a_cpu_is_what_the_process_has_resident(tmp_path: Path) -> None:
     trainer([Measures(), MetricsWriter(tmp_path)], 1).fit()
-    found = read_metrics(tmp_path / "metrics.jsonl")[0]["memory_allocated"]
-    assert found == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    memory = read_metrics(tmp_path / "metrics.jsonl")[0]["memory_allocated"]
+    assert memory == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
 
 
 def measured(rank: int, ranks: int, folder: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def test_the_final_line_says_loss_evaluation_and_entropy() -> None:
 
 def test_the_final_line_of_a_run_with_a_reward_says_it_first_and_last() -> None:
     records = [rewarded(step) for step in range(1, 61)]
-    first, last = (sum(each["reward"] for each in part) / 20 for part in (records[:20], records[-20:]))
+    first, last = (sum(step["reward"] for step in part) / 20 for part in (records[:20], records[-20:]))
     said = final_line(records)
     assert lacking(said, f"Reward {last:.3f}", "last 20 steps", f"{first:.3f} in the first") == []
     assert lacking(said, f"{records[9]['evaluation_reward']:.3f} at step 10", "at step 60") == []
@@ -51,7 +51,7 @@ def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
 
 def test_the_picture_of_a_run_with_a_reward_shows_it(tmp_path: Path) -> None:
     file = draw_result([rewarded(step) for step in range(1, 41)], 5.6, tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == [file.name] == ["reward.png"]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name] == ["reward.png"]
     assert_drawn(file, 50, *COLOURS[:2])
 
 

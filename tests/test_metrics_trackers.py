@@ -53,11 +53,11 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = interrupted_and_resumed(tmp_path, "tensorboard")
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    points = [(point.step, point.value) for point in found.Scalars("loss")]
-    assert points == [(each["step"], pytest.approx(each["loss"])) for each in records]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("loss")]
+    assert points == [(record["step"], pytest.approx(record["loss"])) for record in records]
     assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6]
-    assert {"grad_norm", "lr", "tokens_per_second", "memory_allocated", "data_wait"} <= set(found.Tags()["scalars"])
+    assert {"grad_norm", "lr", "tokens_per_second", "memory_allocated", "data_wait"} <= set(events.Tags()["scalars"])
 
 
 KILLED = """
@@ -83,8 +83,8 @@ def test_a_killed_process_loses_no_step_in_tensorboard(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     done = forks.run([sys.executable, "-c", KILLED, here, str(tmp_path)], timeout=120, check=False)
     assert done.returncode == -9
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [point.step for point in found.Scalars("loss")] == [1, 2, 3, 4, 5]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3, 4, 5]
 
 
 def messages_of(file: Path) -> Iterator[bytes]:
@@ -113,14 +113,14 @@ def test_wandb_offline_has_every_step(tmp_path: Path, monkeypatch: pytest.Monkey
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     for file in files:
         for message in messages_of(file):
-            found = wandb_internal_pb2.Record()
-            found.ParseFromString(message)
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in found.history.item}
+            entry = wandb_internal_pb2.Record()
+            entry.ParseFromString(message)
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in entry.history.item}
             if "loss" in row:
-                losses[found.history.step.num] = row["loss"]
+                losses[entry.history.step.num] = row["loss"]
             if "samples" in row:
-                texts.add(found.history.step.num)
-    assert losses == {each["step"]: pytest.approx(each["loss"]) for each in records}
+                texts.add(entry.history.step.num)
+    assert losses == {record["step"]: pytest.approx(record["loss"]) for record in records}
     assert texts == set(losses)
     assert len({file.stem for file in files}) == 1, "both parts are of one run"
 
@@ -134,10 +134,10 @@ def test_trackio_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
         "records = interrupted_and_resumed(Path(sys.argv[2]), 'trackio')\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
         "runs = SQLiteStorage.get_runs('trial')\n"
-        "rows = [each for run in runs for each in SQLiteStorage.get_logs('trial', run)]\n"
-        "logs = sorted((each['step'], each['loss']) for each in rows if 'loss' in each)\n"
-        "texts = sorted(each['step'] for each in rows if 'samples' in each)\n"
-        "print(json.dumps([runs, logs, [(each['step'], each['loss']) for each in records], texts]))\n"
+        "rows = [row for run in runs for row in SQLiteStorage.get_logs('trial', run)]\n"
+        "logs = sorted((row['step'], row['loss']) for row in rows if 'loss' in row)\n"
+        "texts = sorted(row['step'] for row in rows if 'samples' in row)\n"
+        "print(json.dumps([runs, logs, [(row['step'], row['loss']) for row in records], texts]))\n"
     )
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     command = [sys.executable, "-c", program, str(Path(__file__).parent), str(tmp_path / "run")]

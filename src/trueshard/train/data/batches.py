@@ -186,8 +186,6 @@ class Mixture:
         return Order(seed, [len(source) for source in self._sources], self._weights)
 
     def _find(self, index: int) -> tuple[Samples, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
         source = bisect.bisect_right(self._ends, index)
         return self._sources[source], index - (self._ends[source - 1] if source else 0)
 
