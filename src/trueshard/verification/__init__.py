@@ -164,14 +164,14 @@ def _verified(case: Case, notes: list[str]) -> Verified:
         import cloudpickle
 
     (case.folder / "case.pickle").write_bytes(cloudpickle.dumps(case))
-    known = _run(case, "reference", 1)
-    if isinstance(known, Failure):
-        last = known.trace.strip().splitlines()[-1:] or ["it said nothing"]
-        raise ValueError(f"one process, without sharding, fails: {known.words}; {last[0]}")
+    reference = _run(case, "reference", 1)
+    if isinstance(reference, Failure):
+        last = reference.trace.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ValueError(f"one process, without sharding, fails: {reference.words}; {last[0]}")
     sharded = _run(case, "sharded", case.ranks)
     restored = None if isinstance(sharded, Failure) else _run(case, "restored", case.other_ranks)
     setting = {
-        **known.setting,
+        **reference.setting,
         **{name: getattr(case, name) for name in ("ranks", "other_ranks", "steps", "save_after", "layers")},
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
@@ -181,7 +181,7 @@ def _verified(case: Case, notes: list[str]) -> Verified:
     if case.changes_arithmetic:
         what = "Exact sums change" if case.is_exact else "Mixed precision or compiling changes"
         notes = [*notes, f"{what} the arithmetic: the one process has the same plan."]
-    return contract(known, sharded, restored, setting, (*notes, *known.notes))
+    return contract(reference, sharded, restored, setting, (*notes, *reference.notes))
 
 
 # The processes of a run

@@ -155,7 +155,7 @@ class Tolerances:
         return sum(key[:2] == (kind, step) and size > ROUNDING_ALONE for key, size in self._noise.items())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor, on the CPU. Collective if it is sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
@@ -169,10 +169,10 @@ def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Opti
     if kind == "parameters":
         return dict(model.named_parameters())
     if kind == "gradients":
-        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     if kind == "buffers":
         return dict(model.named_buffers())
-    name_of = {id(each): name for name, each in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         ": ".join(map(str, path)): value
         for number, optimizer in enumerate(optimizers)
@@ -183,7 +183,7 @@ def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Opti
 
 
 def gathered_tensors(values: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor that some rank has, whole, on every rank; numbers as tensors. Collective.
+    """Yield every full tensor that some rank has, on every rank; numbers as tensors. Collective.
 
     A tensor that lies on some ranks only (of an owner) comes from the first of them; a sharded one must be on all.
     """
@@ -197,7 +197,7 @@ def gathered_tensors(values: Named) -> Iterator[tuple[str, torch.Tensor]]:
             if len(holders) != ranks:
                 lacking = min(set(range(ranks)) - set(holders))
                 raise RuntimeError(f"{name!r} is sharded, and rank {lacking} has no part of it")
-            yield name, whole(values[name])
+            yield name, full(values[name])
             continue
         value = values.get(name)
         box = [value.detach().cpu() if isinstance(value, torch.Tensor) else value]
@@ -266,9 +266,9 @@ def structure_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
     names += [f"state_dict: {key}" for key in index.root.state_dict(keep_vars=True)]
     return {
         "names": dict.fromkeys(names),
-        "dtypes": {each.name: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in held},
+        "dtypes": {tensor.name: f"{tensor.tensor.dtype} {list(tensor.tensor.shape)}" for tensor in held},
         "trainability": {parameter.name: parameter.tensor.requires_grad for parameter in index.parameters},
-        "ties": {" = ".join(each.names): list(each.names) for each in held if len(each.names) > 1},
+        "ties": {" = ".join(tensor.names): list(tensor.names) for tensor in held if len(tensor.names) > 1},
         "membership": {
             f"{type(optimizer).__name__} {number}, group {place}: {key!r}": (
                 {name_of[id(parameter)]: None for parameter in value} if key == "params" else _plain(value)

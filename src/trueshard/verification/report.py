@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 Status = Literal["held", "broken", "not reached"]
 
-VALUES = ("losses", "gradients", "gradient norm", "parameters", "buffers", "state")
-ASPECTS = ("names", "dtypes", "trainability", "ties", "membership")  # of the structure
-POINTS = {"state": "optimizer state", "membership": "optimizer membership"}  # where its point has another name
+VALUES = {kind: kind for kind in ("losses", "gradients", "gradient norm", "parameters", "buffers")}
+VALUES |= {"state": "optimizer state"}
+"""Kind of values → name of its point; likewise ``ASPECTS``, of the structure."""
+ASPECTS = {aspect: aspect for aspect in ("names", "dtypes", "trainability", "ties")}
+ASPECTS |= {"membership": "optimizer membership"}
 ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT = "checkpoint round trip", "training from it", "save without side effect"
 COPIES = "what ranks hold in common"
 BITS = "hash of each step"
@@ -84,7 +86,7 @@ class Verified:
         width = max(len(point.name) for point in self.points)
         words = {"held": "held  ", "broken": "BROKEN", "not reached": "      "}
         lines = [headline(self.setting), ""]
-        lines += [f"{words[each.status]}  {each.name:<{width}}  {each.detail}".rstrip() for each in self.points]
+        lines += [f"{words[point.status]}  {point.name:<{width}}  {point.detail}".rstrip() for point in self.points]
         if self.trace:
             lines += ["", self.trace.rstrip()]
         if self.notes:
@@ -127,25 +129,24 @@ def verdict(report: Verified) -> str:
 
 
 def contract(
-    known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
+    reference: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any], notes: Sequence[str]
 ) -> Verified:
     """Return the report of the results of the three runs, or of the ``Failure`` of one; None: it was not begun."""
-    values = [POINTS.get(kind, kind) for kind in VALUES]
     if isinstance(sharded, Failure):
-        rest = [*values, COPIES, *(POINTS.get(kind, kind) for kind in ASPECTS), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
+        rest = [*VALUES.values(), COPIES, *ASPECTS.values(), ROUND_TRIP, CONTINUED, NO_SIDE_EFFECT]
         points = [_failed("runs", sharded), *(ContractPoint(name, "not reached", "") for name in rest)]
         return Verified(tuple(points), setting, tuple(notes), trace=sharded.trace)
     steps: Sequence[Comparison] = sharded["steps"]
     copies, unequal = sharded["in common"]
     points = [_point("runs", [], f"forward, backward and step on {_ranks(setting['ranks'])}")]
-    for kind, name in zip(VALUES, values, strict=True):
-        alone = known.tolerances.rounding_alone(kind, setting["steps"])
+    for kind, name in VALUES.items():
+        alone = reference.tolerances.rounding_alone(kind, setting["steps"])
         points.append(point_of(name, [step for step in steps if step.kind == kind], "there are none", alone))
     points += [
         _point(COPIES, unequal, f"{copies} parameters, no bit differs at the end"),
-        *_plain(known),
-        *_bits(known, sharded, restored, setting),
-        *_aspects(known, sharded),
+        *_plain(reference),
+        *_bits(reference, sharded, restored, setting),
+        *_aspects(reference, sharded),
         *_checkpoint(sharded, restored, setting),
         _point(NO_SIDE_EFFECT, sharded["disturbed"], "before the first step and between steps, no bit differs"),
     ]
@@ -163,11 +164,11 @@ def point_of(
     """Return the point for some comparisons; ``nothing``: its detail without any; ``rounding_alone``: of how many."""
     wrong = [comparison for comparison in comparisons if not comparison.held]
     if not wrong:
-        return ContractPoint(
-            name, "held", where + (_agreement(comparisons, rounding_alone) if comparisons else nothing)
-        )
+        detail = _agreement(comparisons, rounding_alone) if comparisons else nothing
+        return ContractPoint(name, "held", where + detail)
     step = min(comparison.step for comparison in wrong)
-    first = max((each for each in wrong if each.step == step), key=lambda each: (bool(each.words), each.excess))
+    of_step = [comparison for comparison in wrong if comparison.step == step]
+    first = max(of_step, key=lambda comparison: (bool(comparison.words), comparison.excess))
     more = len({comparison.name for comparison in wrong}) - 1
     others = f"; {more} more are wrong in that step or later" if more else ""
     when = f"after step {step}" if step else "before training"
@@ -181,13 +182,14 @@ def point_of(
 
 
 def _agreement(comparisons: Sequence[Comparison], rounding_alone: int) -> str:
-    count, steps = (len({getattr(each, key) for each in comparisons}) for key in ("name", "step"))
+    count, steps = (len({getattr(comparison, key) for comparison in comparisons}) for key in ("name", "step"))
     what = f"{count} compared" if count > 1 else "compared"
     when = f" at {steps} steps" if steps > 1 else ""
     worst = max(comparisons, key=lambda comparison: comparison.excess)
     message = "no bit differs"
     if worst.relative:
-        most = max((each.relative for each in comparisons if each.tolerance < 1), default=worst.relative)
+        sizes = [comparison.relative for comparison in comparisons if comparison.tolerance < 1]
+        most = max(sizes, default=worst.relative)
         message = f"at most {most:.1g} of their size apart, as by rounding"
     alone = f"; {rounding_alone} are nothing but rounding" if rounding_alone else ""
     return f"{what}{when}, {message}{alone}"
@@ -206,25 +208,25 @@ def _failed(name: str, failure: Failure, where: str = "") -> ContractPoint:
     return ContractPoint(name, "broken", detail, step=int(word) if word.isdecimal() else None)
 
 
-def _plain(known: Reference) -> list[ContractPoint]:
+def _plain(reference: Reference) -> list[ContractPoint]:
     """Return the point that says whether mixed precision or compiling trains what plain training does."""
-    if known.plain is None:
+    if reference.plain is None:
         return []
-    losses, moved = known.plain
+    losses, moved = reference.plain
     detail = f"losses {losses:.1g} and updates {moved:.1g} of their size from training without it"
     is_near = losses <= NEAR_LOSSES and moved <= NEAR_MOVED
-    return [ContractPoint(EXACT if known.hashes else PLAIN, "held" if is_near else "broken", detail)]
+    return [ContractPoint(EXACT if reference.hashes else PLAIN, "held" if is_near else "broken", detail)]
 
 
-def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
+def _bits(reference: Reference, sharded: Any, restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:
     """Return the point that compares the hashes of each step, for an exact run."""
-    if not known.hashes:
+    if not reference.hashes:
         return []
-    runs = {_ranks(1): known.hashes, _ranks(setting["ranks"]): sharded["hashes"]}
+    runs = {_ranks(1): reference.hashes, _ranks(setting["ranks"]): sharded["hashes"]}
     if not isinstance(restored, Failure):
         runs[f"{_ranks(setting['other_ranks'])} from the checkpoint"] = restored["hashes"]
     wrong, details = [], []
-    for step in known.hashes:
+    for step in reference.hashes:
         by_hash: dict[str, list[str]] = {}
         for ranks, hashes in runs.items():
             if step in hashes:
@@ -235,8 +237,8 @@ def _bits(known: Reference, sharded: Any, restored: Any, setting: Mapping[str, A
     return [ContractPoint(BITS, "broken" if wrong else "held", ". ".join(details), step=first)]
 
 
-def _aspects(known: Reference, sharded: Mapping[str, Any]) -> Iterator[ContractPoint]:
-    structure = known.structure
+def _aspects(reference: Reference, sharded: Mapping[str, Any]) -> Iterator[ContractPoint]:
+    structure = reference.structure
     dtypes = {dtype.partition(" ")[0].removeprefix("torch.") for dtype in structure["dtypes"].values()}
     trained, ties = structure["trainability"].values(), structure["ties"]
     groups = sum(key.endswith(": 'params'") for key in structure["membership"])
@@ -247,12 +249,12 @@ def _aspects(known: Reference, sharded: Mapping[str, Any]) -> Iterator[ContractP
         "ties": f"{len(ties)}" + "".join(f": {tie}" for tie in list(ties)[:1]),
         "membership": f"{groups} group{'s' if groups != 1 else ''}",
     }
-    for aspect in ASPECTS:
+    for aspect, name in ASPECTS.items():
         first, last = (sharded[key].get(aspect) for key in ("structure", "structure at the end"))
         wrong = list(sharded["computed in"]) if aspect == "dtypes" else []
         wrong += [f"after shard(): {first}"] if first else []
         wrong += [f"after the last step: {last}"] if last else []
-        yield _point(POINTS.get(aspect, aspect), wrong, held[aspect], step=0 if first else None)
+        yield _point(name, wrong, held[aspect], step=0 if first else None)
 
 
 def _checkpoint(sharded: Mapping[str, Any], restored: Any, setting: Mapping[str, Any]) -> list[ContractPoint]:

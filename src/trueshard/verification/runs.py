@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,11 @@ from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.model.names import unwrap
 from trueshard.optim.seeded_random import DRAWS
+from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
-from trueshard.verification.training import Comparer, Progress, RunRecord, Watcher, train, wrong_dtypes
+from trueshard.verification.training import Progress, RunRecord, train, wrong_dtypes
 
 CHECKPOINT = "checkpoint"
 SAVED = ("parameters", "buffers", "state")  # kinds of values that a checkpoint holds
@@ -55,26 +55,6 @@ class Reference:
     hashes: Mapping[int, str]  # of the state after each step, where the run is exact
 
 
-class StepRecorder(Watcher):
-    """Record every tensor of every step on disk."""
-
-    def __init__(self, store: TensorStore) -> None:
-        super().__init__()
-        self._store = store
-        self.short: dict[int, torch.dtype] = {}  # optimizer's number → 16-bit dtype in which it computes wider values
-
-    def see(self, kind: str, step: int, values: Named) -> None:
-        for name, tensor in compare.gathered_tensors(values):
-            self._store.write(kind, step, name, tensor)
-
-    @contextlib.contextmanager
-    def stepping(self, number: int) -> Iterator[None]:
-        with ShortDtypes() as seen:
-            yield
-        if seen.dtypes:
-            self.short[number] = seen.dtypes[0]
-
-
 class ShortDtypes(_torch.DispatchMode):
     """Collect the 16-bit dtypes in which operators compute that are given wider ones."""
 
@@ -92,59 +72,90 @@ class ShortDtypes(_torch.DispatchMode):
         return result
 
 
-class RoundingNoise(Comparer):
-    """Change a run by rounding errors of ``compute`` or of its own dtypes, and measure how far that takes it."""
+class Comparer:
+    """Compare what a run shows with what the reference has left on disk; the comparisons are on the first rank.
 
-    def __init__(self, case: Case, compute: torch.dtype | None) -> None:
-        super().__init__(case, Tolerances({}, 0.0, {}), ())
-        self._compute = compute
-        self._random = torch.Generator().manual_seed(0)
+    Buffers are compared before training and, those that are ``constant``, after the last step: no bit may differ. With
+    ``exact`` no bit of anything may.
+    """
 
-    def begin(self, setup: TrainingSetup) -> None:
-        for parameter in setup.model.parameters():
-            if parameter.requires_grad:
-                self._shake(parameter, torch.promote_types(parameter.dtype, torch.float32))
+    def __init__(self, case: Case, tolerances: Tolerances, constant: Collection[str], exact: bool = False) -> None:
+        self.case, self._is_exact = case, exact
+        self._store, self._tolerances, self._constant = case.tensors("reference"), tolerances, constant
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.compared: list[Comparison] = []
+        self.hashes: dict[int, str] = {}  # of the state after each step, where the run is exact
 
-    def gradients(self, step: int, setup: TrainingSetup) -> None:
-        for parameter in setup.model.parameters():
-            if parameter.grad is not None:
-                self._shake(parameter.grad, self._compute or parameter.grad.dtype)
-        super().gradients(step, setup)
+    def see(self, kind: str, step: int, values: Named) -> None:
+        """Compare what ``train`` yields. Collective."""
+        if kind == "hash":
+            self.hashes[step] = values[""]
+        elif kind != "buffers" or step == 0:
+            self.compare(kind, step, values, self._store, exactly=step == 0)
+        elif step == self.case.steps:
+            constant = {name: value for name, value in values.items() if name in self._constant}
+            self.compare(kind, step, constant, self._store, exactly=True, names=self._constant)
 
-    @torch.no_grad()
-    def _shake(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
-        part = _torch.local(tensor.detach())
-        if not part.is_floating_point():
-            return
-        wide, some = part.double(), part != 0
-        usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
-        change = torch.rand(part.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
-        change *= compare.SHAKE * torch.finfo(dtype).eps
-        part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
+    def compare(
+        self,
+        kind: str,
+        step: int,
+        values: Named,
+        store: TensorStore,
+        exactly: bool,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """Compare every tensor of a kind with those of ``store``: all, or those of some names. Collective."""
+        expected = set(store.names(kind, step) if names is None else names) if self._is_first else set()
+        for name, tensor in compare.gathered_tensors(values):
+            if self._is_first and name not in expected:
+                self.compared.append(Comparison.fault(kind, step, name, "is there, and not on one process"))
+            elif self._is_first:
+                expected.discard(name)
+                self.compared.append(self._compared(kind, step, name, tensor, store, exactly))
+        self.compared += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
+
+    def _compared(
+        self, kind: str, step: int, name: str, tensor: torch.Tensor, store: TensorStore, exactly: bool
+    ) -> Comparison:
+        expected = store.read(kind, step, name)
+        if expected.dtype != tensor.dtype:
+            words = f"is {tensor.dtype}, and {expected.dtype} there".replace("torch.", "")
+            return Comparison.fault(kind, step, name, words)
+        start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
+        tolerance = 0.0 if exactly or self._is_exact else self._tolerances.of(kind, step, name)
+        words = compare.first_bit(tensor, expected) if self._is_exact else ""
+        return Comparison(kind, step, name, *compare.distance(tensor, expected, start), tolerance, words)
 
 
 def reference(case: Case, progress: Progress) -> Reference:
     """Run without sharding, twice; leave the first one's tensors in ``case.tensors("reference")``."""
     subject, record, store = subject_of(case.on_other_ranks()), RunRecord(), case.tensors("reference")
-    recorder = StepRecorder(store)
     build = subject.sharded if case.changes_arithmetic else subject.plain
     progress.stage = "building the model"
     setup = build()
     structure = compare.structure_of(setup.model, setup.optimizers)
-    losses = train(subject, setup, record, recorder, progress)
+    short = [ShortDtypes() for _ in setup.optimizers]
+    losses, hashes = list[float](), dict[int, str]()
+    for kind, step, values in train(subject, setup, record, progress, stepping=short):
+        if kind == "losses":
+            losses.append(values[""])
+        elif kind == "hash":
+            hashes[step] = values[""]
+        for name, tensor in compare.gathered_tensors(values):
+            store.write(kind, step, name, tensor)
     ending = compare.structure_of(setup.model, setup.optimizers)
     _check_trains(subject.name, losses, store, case.steps)
     precision = None if setup.plan is None else setup.plan.mixed_precision
     compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
-    floor, floors = _floors(setup, recorder.short, compute)
+    floor, floors = _floors(setup, [mode.dtypes for mode in short], compute)
+    runtime = runtime_of(unwrap(setup.model))
+    coarse = [] if runtime is None or runtime.exact is None else runtime.exact.coarse
     progress.stage = "building the model again"
     again = build()
     _check_repeatable(subject.name, setup.model, again.model, store)
     del setup
-    noise = RoundingNoise(case, compute)
-    train(subject, again, record, noise, progress)
-    measured = {(each.kind, each.step, each.name): each.relative for each in noise.compared if not each.words}
+    noise = _rounding_noise(subject, again, record, progress, compute)
     parameters = list(again.model.parameters())
     draws = any(DRAWS in group for optimizer in again.optimizers for group in optimizer.param_groups)
     drawn = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
@@ -157,7 +168,7 @@ def reference(case: Case, progress: Progress) -> Reference:
         },
         structure=structure,
         ending=ending,
-        tolerances=Tolerances(measured, floor, floors),
+        tolerances=Tolerances(noise, floor, floors),
         record=record,
         constant_buffers=[
             name
@@ -165,9 +176,39 @@ def reference(case: Case, progress: Progress) -> Reference:
             if torch.equal(store.read("buffers", 0, name), store.read("buffers", case.steps, name))
         ],
         plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic and not draws else None,
-        notes=[*subject.notes, *drawn, *recorder.coarse, *_batch_norms(again.model)],
-        hashes=recorder.hashes,
+        notes=[*subject.notes, *drawn, *coarse, *_batch_norms(again.model)],
+        hashes=hashes,
     )
+
+
+def _rounding_noise(
+    subject: Subject, setup: TrainingSetup, record: RunRecord, progress: Progress, compute: torch.dtype | None
+) -> dict[tuple[str, int, str], float]:
+    """Return how far rounding errors of ``compute``, or of its own dtypes, take a run, by kind, step and name."""
+    comparer = Comparer(subject.case, Tolerances({}, 0.0, {}), ())
+    random = torch.Generator().manual_seed(0)
+    for parameter in setup.model.parameters():
+        if parameter.requires_grad:
+            _shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
+    for kind, step, values in train(subject, setup, record, progress):
+        for gradient in values.values() if kind == "gradients" else ():
+            _shake(gradient, compute or gradient.dtype, random)
+        if step:
+            comparer.see(kind, step, values)
+    return {(one.kind, one.step, one.name): one.relative for one in comparer.compared if not one.words}
+
+
+@torch.no_grad()
+def _shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator) -> None:
+    """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
+    part = _torch.local(tensor.detach())
+    if not part.is_floating_point():
+        return
+    wide, some = part.double(), part != 0
+    usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
+    change = torch.rand(part.shape, generator=random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
+    change *= compare.SHAKE * torch.finfo(dtype).eps
+    part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 
 def _check_repeatable(name: str, first: nn.Module, again: nn.Module, store: TensorStore) -> None:
@@ -193,19 +234,22 @@ def _batch_norms(model: nn.Module) -> list[str]:
 
 
 def _floors(
-    setup: TrainingSetup, short: Mapping[int, torch.dtype], compute: torch.dtype | None
+    setup: TrainingSetup, short: Sequence[Sequence[torch.dtype]], compute: torch.dtype | None
 ) -> tuple[float, dict[str, float]]:
     """Return what any tensor may differ by, and parameters whose optimizer computes in a 16-bit dtype, by name.
 
+    ``short``: those dtypes, by optimizer.
     Whether such a computation (Muon's Newton-Schulz in bfloat16) rounds one way or the other moves an update by a few
     roundings, or not at all: a second run may miss what a third one does.
     """
     name_of = {id(parameter): name for name, parameter in setup.model.named_parameters()}
-    dtypes = {each.dtype for each in setup.model.parameters() if each.requires_grad} | ({compute} if compute else set())
-    return max((FLOORS.get(dtype, FLOORS[torch.float32]) for dtype in dtypes), default=FLOORS[torch.float32]), {
+    dtypes = {parameter.dtype for parameter in setup.model.parameters() if parameter.requires_grad}
+    usual = FLOORS[torch.float32]
+    return max((FLOORS.get(dtype, usual) for dtype in dtypes | ({compute} if compute else set())), default=usual), {
         name_of[id(parameter)]: 3 * FLOORS[dtype]
-        for number, dtype in short.items()
-        for group in setup.optimizers[number].param_groups
+        for optimizer, computed in zip(setup.optimizers, short, strict=True)
+        for dtype in computed[:1]
+        for group in optimizer.param_groups
         for parameter in group["params"]
     }
 
@@ -214,15 +258,17 @@ def _plain_distance(subject: Subject, losses: Sequence[float], progress: Progres
     progress.stage = "building the plain model"
     setup = subject.plain()
     setup.scaler = None
-    plain = train(subject, setup, RunRecord(), Watcher(), progress)
+    plain = [values[""] for kind, _, values in train(subject, setup, RunRecord(), progress) if kind == "losses"]
     store, steps = subject.case.tensors("reference"), (0, subject.case.steps)
-    apart = moved = 0.0
-    for name, value in compare.values_of("parameters", setup.model).items():
+    differing = moved = 0.0
+    for name, parameter in setup.model.named_parameters():
+        value = compare.full(parameter).double()
         before, after = (store.read("parameters", step, name).double() for step in steps)
-        apart += float((compare.whole(value).double() - after).square().sum())
-        moved += float((compare.whole(value).double() - before).square().sum())
-    pairs = zip(*(torch.tensor(each, dtype=torch.float64) for each in (losses, plain)), strict=True)
-    return max(compare.distance(*pair)[1] for pair in pairs), math.sqrt(apart / moved) if moved else float(apart > 0)
+        differing += float((value - after).square().sum())
+        moved += float((value - before).square().sum())
+    pairs = zip(*(torch.tensor(values, dtype=torch.float64) for values in (losses, plain)), strict=True)
+    of_losses = max(compare.distance(*pair)[1] for pair in pairs)
+    return of_losses, math.sqrt(differing / moved) if moved else float(differing > 0)
 
 
 def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps: int) -> None:
@@ -245,20 +291,21 @@ def _check_trains(name: str, losses: Sequence[float], store: TensorStore, steps:
 
 def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     """Train sharded, and save before the first step and after ``case.save_after``. Collective."""
-    subject, known = subject_of(case), case.get("reference")
+    subject, expected = subject_of(case), case.get("reference")
     progress.stage = "shard()"
     setup = subject.sharded()
     beginning = compare.structure_of(setup.model, setup.optimizers)
-    result: dict[str, Any] = {"plan": setup.plan, "structure": compare.differences(beginning, known.structure)}
-    comparer = CheckpointComparer(case, known, progress)
+    result: dict[str, Any] = {"plan": setup.plan, "structure": compare.differences(beginning, expected.structure)}
+    comparer = CheckpointComparer(case, expected, setup, progress)
     with wrong_dtypes(setup) as result["computed in"]:
-        train(subject, setup, known.record, comparer, progress)
+        for values in train(subject, setup, expected.record, progress):
+            comparer.see(*values)
     ending = compare.structure_of(setup.model, setup.optimizers)
-    result["structure at the end"] = compare.differences(ending, known.ending)
+    result["structure at the end"] = compare.differences(ending, expected.ending)
     result["in common"] = compare.unequal_copies(setup.model)
     result["steps"], comparer.compared = comparer.compared, []
     try:
-        result["loaded"], result["structure loaded"] = comparer.load(setup)
+        result["loaded"], result["structure loaded"] = comparer.load()
     except (ValueError, RuntimeError, OSError) as error:
         words = f"cannot be loaded: {type(error).__name__}: {one_line(error)}"
         result["loaded"] = [Comparison.fault("checkpoint", case.save_after, CHECKPOINT, words)]
@@ -268,59 +315,55 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
 
 def restored(case: Case, progress: Progress) -> dict[str, Any]:
     """Load on other ranks what ``sharded`` saved, and take the remaining steps. Collective."""
-    subject, known = subject_of(case), case.get("reference")
+    subject, expected = subject_of(case), case.get("reference")
     progress.stage = "building the model"
     setup = subject.sharded() if case.other_ranks > 1 or case.changes_arithmetic else subject.plain()
-    comparer = CheckpointComparer(case, known, progress)
-    loaded, structure = comparer.load(setup)
-    train(subject, setup, known.record, comparer, progress, first=case.save_after + 1)
+    comparer = CheckpointComparer(case, expected, setup, progress)
+    loaded, structure = comparer.load()
+    for values in train(subject, setup, expected.record, progress, first=case.save_after + 1):
+        comparer.see(*values)
     return {"loaded": loaded, "structure": structure, "steps": comparer.compared, "hashes": comparer.hashes}
 
 
 class CheckpointComparer(Comparer):
     """Compare each step with the reference's, and checkpoints with what was saved."""
 
-    def __init__(self, case: Case, known: Reference, progress: Progress) -> None:
-        super().__init__(case, known.tolerances, known.constant_buffers, case.is_exact)
-        self._known, self._progress = known, progress
+    def __init__(self, case: Case, expected: Reference, setup: TrainingSetup, progress: Progress) -> None:
+        super().__init__(case, expected.tolerances, expected.constant_buffers, case.is_exact)
+        self._expected, self._setup, self._progress = expected, setup, progress
         self.disturbed: list[str] = []  # side effects of a save, in words
         self.disk: list[str] = []  # differences of a checkpoint's own listing, in words
 
-    def begin(self, setup: TrainingSetup) -> None:
-        super().begin(setup)
-        self.save(setup, 0)
+    def see(self, kind: str, step: int, values: Named) -> None:
+        super().see(kind, step, values)
+        if (kind, step) in (("buffers", 0), ("state", self.case.save_after)):  # the last values of that step
+            self.save(step)
 
-    def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        super().stepped(step, setup, loss, norm)
-        if step == self.case.save_after:
-            self.save(setup, step)
-
-    def save(self, setup: TrainingSetup, step: int) -> None:
+    def save(self, step: int) -> None:
         """Write a checkpoint, and find its side effects. Collective."""
-        self._progress.stage = f"saving after step {step}"
+        setup, self._progress.stage = self._setup, f"saving after step {step}"
         before = rank_state(setup.model, setup.optimizers)
         name = CHECKPOINT if step else f"{CHECKPOINT}-before"
         trueshard.save(self.case.folder / name, **_saved(setup))
-        mine = [f"saving after step {step} {words}" for words in changes(before, setup.model, setup.optimizers)]
+        local = [f"saving after step {step} {words}" for words in changes(before, setup.model, setup.optimizers)]
         ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, local)
         self.disturbed += [f"{words} (rank {rank})" for rank, messages in enumerate(ranks) for words in messages]
         if self._is_first:
             listing = trueshard.inspect(str(self.case.folder / name))
             assert isinstance(listing, trueshard.Inspected)
-            self.disk += compare.differences_on_disk(listing, self._known.structure)
-        values = {kind: compare.values_of(kind, setup.model, setup.optimizers) for kind in SAVED if step}
-        for kind in values:
-            for key, tensor in compare.gathered_tensors(values[kind]):
+            self.disk += compare.differences_on_disk(listing, self._expected.structure)
+        for kind in SAVED if step else ():
+            for key, tensor in compare.gathered_tensors(compare.values_of(kind, setup.model, setup.optimizers)):
                 if self._is_first:
                     self.case.tensors("saved").write(kind, step, key, tensor)
 
-    def load(self, setup: TrainingSetup) -> tuple[list[Comparison], dict[str, str]]:
+    def load(self) -> tuple[list[Comparison], dict[str, str]]:
         """Overwrite all that the checkpoint holds, load it, and compare every bit with what was saved. Collective.
 
         Returns the comparisons, and by aspect how the structure differs from the reference's.
         """
-        self._progress.stage = "loading the checkpoint"
+        setup, self._progress.stage = self._setup, "loading the checkpoint"
         overwrite(setup.model, setup.optimizers)
         trueshard.load(self.case.folder / CHECKPOINT, **_saved(setup))
         self._progress.stage = "after loading the checkpoint"
@@ -328,9 +371,9 @@ class CheckpointComparer(Comparer):
             values = compare.values_of(kind, setup.model, setup.optimizers)
             self.compare(kind, self.case.save_after, values, self.case.tensors("saved"), exactly=True)
         loaded, self.compared = self.compared, []
-        start, end = self._known.structure, self._known.ending
+        start, end = self._expected.structure, self._expected.ending
         structures = (compare.structure_of(setup.model, setup.optimizers), start)
-        return loaded, compare.differences(*(compare.without_counts(each, start, end) for each in structures))
+        return loaded, compare.differences(*(compare.without_counts(one, start, end) for one in structures))
 
 
 def _saved(setup: TrainingSetup) -> dict[str, Any]:
@@ -355,8 +398,8 @@ def overwrite(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
 def _other(value: Any) -> Any:
     if isinstance(value, float):
         return value / 2
-    if isinstance(value, tuple) and value and all(isinstance(each, float) for each in value):
-        return tuple(each / 2 for each in value)
+    if isinstance(value, tuple) and all(isinstance(number, float) for number in value):
+        return tuple(number / 2 for number in value)
     return value
 
 

@@ -51,8 +51,8 @@ SAMPLES = 2  # samples of a part, if the batch is made here
 SEQUENCE = 32  # tokens of a sample, at most, if the batch is made here
 FIRST_SCALE = 1024.0
 """Loss scale for float16 to begin with: with torch's own, 65536, steps are skipped until it has come down."""
-# Names of the number of layers in transformers configurations:
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# Names of the number of layers in transformers configurations:
 COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 COUNTS += ("encoder_layers", "decoder_layers", "num_decoder_layers")
 
@@ -102,8 +102,8 @@ class Case:
     @property
     def changes_arithmetic(self) -> bool:
         """True if mixed precision or compiling is asked for, which changes the result without any sharding too."""
-        asked = self.plan or self.choices
-        return asked.mixed_precision is not None or bool(asked.compile) or self.is_exact
+        options = self.plan or self.choices
+        return options.mixed_precision is not None or bool(options.compile) or self.is_exact
 
     @property
     def is_exact(self) -> bool:
@@ -134,7 +134,7 @@ class TargetSum:
 
 
 class ShardRefused(Exception):
-    """``trueshard.shard`` refused; its own words."""
+    """Raised where ``trueshard.shard`` refuses, with its message."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The steps that every run of a verification takes, plain or sharded, by the same lines; and what is recorded of them.
 
 A step: forward and backward of each part with its own random seed, gradient norm (clipped where asked for), the
-optimizers. A ``Watcher`` sees it. It is not the trainer's step: a plain model must not go through this library.
+optimizers. It is not the trainer's step: a plain model must not go through this library.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import trueshard
@@ -29,8 +28,8 @@ from trueshard.optim.exact import loss_on_grid
 from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
-from trueshard.verification.compare import Comparison, Named, TensorStore, Tolerances
-from trueshard.verification.subjects import Case, Subject, TrainingSetup, tensors_of
+from trueshard.verification.compare import Named
+from trueshard.verification.subjects import Subject, TrainingSetup, tensors_of
 
 
 @dataclass
@@ -57,107 +56,27 @@ class RunRecord:
             )
 
 
-class Watcher:
-    """Base class of what sees the values of a run; all its methods are collective."""
-
-    def __init__(self) -> None:
-        self.hashes: dict[int, str] = {}  # step → hash of parameters and optimizer state, where the run is exact
-        self.coarse: list[str] = []  # parameters that lost digits by exact sums, in sentences
-
-    def see(self, kind: str, step: int, values: Named) -> None:
-        """Take the values of a kind after a step; 0: before training."""
-
-    def begin(self, setup: TrainingSetup) -> None:
-        for kind in ("parameters", "buffers"):
-            self.see(kind, 0, compare.values_of(kind, setup.model))
-
-    def gradients(self, step: int, setup: TrainingSetup) -> None:
-        """Called before gradients are clipped."""
-        self.see("gradients", step, compare.values_of("gradients", setup.model))
-
-    def stepping(self, number: int) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def stepped(self, step: int, setup: TrainingSetup, loss: float, norm: float) -> None:
-        """Called when the optimizers have stepped; gradients are still there."""
-        self.see("losses", step, {"": loss})
-        self.see("gradient norm", step, {"": norm})
-        for kind in ("parameters", "buffers", "state"):
-            self.see(kind, step, compare.values_of(kind, setup.model, setup.optimizers))
-        runtime = runtime_of(unwrap(setup.model))
-        if runtime is not None and runtime.exact is not None:
-            optimizers = {str(number): optimizer for number, optimizer in enumerate(setup.optimizers)}
-            self.coarse = runtime.exact.coarse
-            self.hashes[step] = trueshard.state_hash(setup.model, optimizers).total
-
-
-class Comparer(Watcher):
-    """Compare what a run shows with what another has left in ``store``; the comparisons are on the first rank.
-
-    Buffers are compared before training and, those that are ``constant``, after the last step: no bit may differ. With
-    ``exact`` no bit of anything may.
-    """
-
-    def __init__(self, case: Case, tolerances: Tolerances, constant: Collection[str], exact: bool = False) -> None:
-        super().__init__()
-        self.case, self._is_exact = case, exact
-        self._store, self._tolerances, self._constant = case.tensors("reference"), tolerances, constant
-        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self.compared: list[Comparison] = []
-
-    def see(self, kind: str, step: int, values: Named) -> None:
-        if kind != "buffers" or step == 0:
-            self.compare(kind, step, values, self._store, exactly=step == 0)
-        elif step == self.case.steps:
-            constant = {name: value for name, value in values.items() if name in self._constant}
-            self.compare(kind, step, constant, self._store, exactly=True, names=self._constant)
-
-    def compare(
-        self,
-        kind: str,
-        step: int,
-        values: Named,
-        store: TensorStore,
-        exactly: bool,
-        names: Collection[str] | None = None,
-    ) -> None:
-        """Compare every tensor of a kind with those of ``store``: all, or those of some names. Collective."""
-        expected = set(store.names(kind, step) if names is None else names) if self._is_first else set()
-        for name, tensor in compare.gathered_tensors(values):
-            if self._is_first and name not in expected:
-                self.compared.append(Comparison.fault(kind, step, name, "is there, and not on one process"))
-            elif self._is_first:
-                expected.discard(name)
-                self.compared.append(self._compared(kind, step, name, tensor, store, exactly))
-        self.compared += [Comparison.fault(kind, step, name, "is missing") for name in sorted(expected)]
-
-    def _compared(
-        self, kind: str, step: int, name: str, tensor: torch.Tensor, store: TensorStore, exactly: bool
-    ) -> Comparison:
-        expected = store.read(kind, step, name)
-        if expected.dtype != tensor.dtype:
-            words = f"is {tensor.dtype}, and {expected.dtype} there".replace("torch.", "")
-            return Comparison.fault(kind, step, name, words)
-        start = self._store.read(kind, 0, name) if kind == "parameters" and step and not exactly else None
-        tolerance = 0.0 if exactly or self._is_exact else self._tolerances.of(kind, step, name)
-        words = compare.first_bit(tensor, expected) if self._is_exact else ""
-        return Comparison(kind, step, name, *compare.distance(tensor, expected, start), tolerance, words)
-
-
 def train(
-    subject: Subject, setup: TrainingSetup, record: RunRecord, watcher: Watcher, progress: Progress, first: int = 1
-) -> list[float]:
-    """Take the steps from ``first`` on with this rank's parts; return their losses. Collective if sharded.
+    subject: Subject,
+    setup: TrainingSetup,
+    record: RunRecord,
+    progress: Progress,
+    first: int = 1,
+    stepping: Sequence[AbstractContextManager[Any]] = (),
+) -> Iterator[tuple[str, int, Named]]:
+    """Take the steps from ``first`` on with this rank's parts; yield (kind, step, values). Collective if sharded.
 
+    Step 0 is before training. Gradients are yielded before they are clipped, and what is done to them counts. The rest
+    is yielded after the optimizers' step, while gradients are still there; in an exact run the ``"hash"`` of all, too.
     Gradients are clipped as ``record`` says; if it does not, to the subject's norm or, where it has none, to half of
-    their own norm at every second step.
+    their own norm at every second step. ``stepping``: contexts for the steps of each optimizer.
     """
     runtime = runtime_of(unwrap(setup.model))
     rank, ranks = (0, 1) if runtime is None else runtime.axes.reader
     case, count = subject.case, subject.case.parts // ranks
-    parts, losses, scaler = range(rank * count, (rank + 1) * count), [], setup.scaler
-    if first == 1:
-        watcher.begin(setup)
+    parts, scaler = range(rank * count, (rank + 1) * count), setup.scaler
+    for kind in ("parameters", "buffers") if first == 1 else ():
+        yield kind, 0, compare.values_of(kind, setup.model)
     for step in range(first, case.steps + 1):
         progress.stage = f"step {step}: forward and backward"
         microbatches = [
@@ -165,27 +84,32 @@ def train(
         ]
         for part, number, batch in microbatches:
             record.check_batch(subject.name, (step, part, number), batch)
-        losses.append(_accumulate(setup, microbatches, step, case.seed))
+        loss = _accumulate(setup, microbatches, step, case.seed)
         if scaler is not None:
             for optimizer in setup.optimizers:
                 scaler.unscale_(optimizer)
         progress.stage = f"step {step}: gradients"
-        watcher.gradients(step, setup)
+        yield "gradients", step, compare.values_of("gradients", setup.model)
         if step not in record.limits:
             clips = math.isinf(subject.max_norm) and step % 2 == 0
             record.limits[step] = _clip(setup, math.inf) / 2 if clips else subject.max_norm
         norm = _clip(setup, record.limits[step])
         progress.stage = f"step {step}: optimizer"
         for number, optimizer in enumerate(setup.optimizers):
-            with watcher.stepping(number):
+            with stepping[number] if stepping else contextlib.nullcontext():
                 optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:
             scaler.update()
         progress.stage = f"step {step}: after it"
-        watcher.stepped(step, setup, losses[-1], norm)
+        yield "losses", step, {"": loss}
+        yield "gradient norm", step, {"": norm}
+        if runtime is not None and runtime.exact is not None:
+            optimizers = {str(number): optimizer for number, optimizer in enumerate(setup.optimizers)}
+            yield "hash", step, {"": trueshard.state_hash(setup.model, optimizers).total}
+        for kind in ("parameters", "buffers", "state"):
+            yield kind, step, compare.values_of(kind, setup.model, setup.optimizers)
         for optimizer in setup.optimizers:
             optimizer.zero_grad()
-    return losses
 
 
 def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], step: int, seed: int) -> float:

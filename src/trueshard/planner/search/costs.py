@@ -14,6 +14,7 @@ known here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -93,14 +94,8 @@ def _between(one: UnitCost, two: UnitCost, share: float) -> UnitCost:
 
 def summed(costs: Sequence[UnitCost]) -> UnitCost:
     """Return the cost of several units that are one: peaks are the largest, the rest adds up."""
-    if len(costs) == 1:
-        return costs[0]
-
-    def together(name: str) -> float:
-        values = [getattr(cost, name) for cost in costs]
-        return max(values, default=0.0) if name.endswith("_peak") else sum(values)
-
-    return UnitCost(*map(together, _NAMES))
+    columns = {name: [getattr(cost, name) for cost in costs] for name in _NAMES}
+    return UnitCost(*(max(v, default=0.0) if name.endswith("_peak") else sum(v) for name, v in columns.items()))
 
 
 def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
@@ -216,17 +211,13 @@ class Layout:
             before, copied = copied, max(compute, queue) + cost.copies
             compute = copied + cost.forward
         ready, copied = 0.0, compute
-        following = [*units[-2::-1], None]
-        if units and units[-1].again:
-            ready = queue = max(queue, compute) + self._seconds(
-                "all_gather", units[-1].again, 1, units[-1].cost.gathered
-            )
-        for unit, following_unit in zip(reversed(units), following, strict=False):
+        nothing = PlannedUnit(UnitCost(), 0)
+        for unit, following in itertools.pairwise([nothing, *reversed(units), nothing]):
             cost = unit.cost
             if unit.again:
                 copied = compute = max(compute, ready) + cost.copies
-            if following_unit is not None and following_unit.again:
-                gather = self._seconds("all_gather", following_unit.again, 1, following_unit.cost.gathered)
+            if following.again:
+                gather = self._seconds("all_gather", following.again, 1, following.cost.gathered)
                 ready = queue = max(queue, copied) + gather
             compute += cost.backward
             if reduces and cost.reduced:
@@ -250,13 +241,10 @@ class Layout:
             live += unit.cost.kept
             held += self._held(unit)
         gradients = 0.0
-        following = [*units[-2::-1], None]
-        for unit, following_unit in zip(reversed(units), following, strict=False):
+        for unit, following in itertools.pairwise([*reversed(units), PlannedUnit(UnitCost(), 0)]):
             cost = unit.cost
             # A probe gathers each unit and prefetches the next; what stays gathered is counted as held.
-            besides = cost.backward_peak - (0.0 if unit.again else cost.gathered)
-            if following_unit is not None and not following_unit.again:
-                besides -= following_unit.cost.gathered
+            besides = cost.backward_peak - sum(0.0 if near.again else near.cost.gathered for near in (unit, following))
             most = max(most, live + held + gradients + max(0.0, besides))
             live -= cost.kept + (cost.reduced if accumulates else 0.0)
             held -= self._held(unit)

@@ -138,7 +138,9 @@ class Evaluator:
         self.costs = functools.cache(self._costs)
         self._measured_parts = functools.cache(self._parts)
         self._layout = functools.cache(self._layout_of)
+        self._mode: Mode = "compile" if space.choices.compile else "eager"
         self._probes: dict[tuple[int, Recompute], Task] = {}
+        """Measurements by microbatch and way of recomputation: empty until ``start_probes``."""
         self.replicas: list[int] = []
         """Numbers of replicas that the options allow."""
         refused: list[ValueError] = []
@@ -158,16 +160,14 @@ class Evaluator:
 
         Where all resharding is free, ``shard()`` makes one of two groupings, see ``policies.frees_root``.
         """
-        joined = self._resolved(replicate, "default")
-        if self.space.choices.reshard_after_forward != "auto":
-            return {False: joined}
-        split = self._resolved(replicate, "always")
-        names = [[unit.name for unit in base.units] for base in (joined, split)]
-        return {False: joined} if names[0] == names[1] else {False: joined, True: split}
-
-    def _resolved(self, replicate: int, reshard: str) -> Plan:
-        options = self.space.settled(reshard_after_forward=reshard, activation_checkpointing="none")
-        return self.simulations.simulator.resolve(options, self.space.cluster(replicate).mesh)
+        mesh = self.space.cluster(replicate).mesh
+        plans: dict[bool, Plan] = {}
+        for word in ("default", "always") if self.space.choices.reshard_after_forward == "auto" else ("default",):
+            options = self.space.settled(reshard_after_forward=word, activation_checkpointing="none")
+            plan = self.simulations.simulator.resolve(options, mesh)
+            if not plans or [unit.name for unit in plan.units] != [unit.name for unit in plans[False].units]:
+                plans[bool(plans)] = plan
+        return plans
 
     def groupings(self, offload: Offload) -> Iterator[tuple[Setting, bool]]:
         """Yield each setting, and whether embeddings are units of their own: of two, no candidate is a mixture."""
@@ -235,29 +235,20 @@ class Evaluator:
         """Start all measurements, to go on side by side."""
         sizes = sorted({microbatch for microbatch, _ in self.space.batches()})
         setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
-        free = {again for candidate in self.candidates(setting, False) for _, again in candidate.values}
-        for size, word in itertools.product(dict.fromkeys((sizes[0], sizes[-1])), RECOMPUTE):
-            if word in free:
-                self._probes[size, word] = self._start_probe(size, word)
-
-    def _start_probe(self, microbatch: int, recompute: Recompute) -> Task:
+        used = {again for candidate in self.candidates(setting, False) for _, again in candidate.values}
         cluster = self.space.cluster(self.replicas[0])
         base = list(self.bases(self.replicas[0]).values())[-1]
-        options = self.space.settled(reshard_after_forward="always", activation_checkpointing=recompute)
-        plan = dataclasses.replace(
-            base,
-            reshard_after_forward="always",
-            activation_checkpointing=options.activation_checkpointing,
-            offload="none",
-        )
-        plan = policies.apply_words(plan, base.ranks[-1])
-        runs = find_runs(self.simulations.simulator.model, plan)
-        job = Job(self.space.workload, cluster.mesh, microbatch=microbatch, on_cpu=not cluster.hardware.streams)
-        return self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)), cluster, self._mode)
-
-    @property
-    def _mode(self) -> Mode:
-        return "compile" if self.space.choices.compile else "eager"
+        for recompute in (word for word in RECOMPUTE if word in used):
+            again = self.space.settled(activation_checkpointing=recompute).activation_checkpointing
+            plan = dataclasses.replace(
+                base, reshard_after_forward="always", activation_checkpointing=again, offload="none"
+            )
+            plan = policies.apply_words(plan, base.ranks[-1])
+            runs = find_runs(self.simulations.simulator.model, plan)
+            for size in dict.fromkeys((sizes[0], sizes[-1])):
+                job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
+                short = Short(job, plan, runs, [PROBED] * len(runs))
+                self._probes[size, recompute] = self.simulations.probe(short, cluster, self._mode)
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
@@ -323,17 +314,14 @@ class Evaluator:
         if studied:
             nearest = min(studied, key=lambda other: abs(self.predicted(other)[1] - live))
             seconds *= self.forecasts[nearest].step_seconds / self.predicted(nearest)[0]
-            points = np.array(sorted((self.predicted(other)[1], self._above(other)) for other in studied))
+            predicted = [(self.predicted(other)[1], self.forecasts[other].peak_reserved_bytes) for other in studied]
+            points = np.array(sorted((bytes, reserved - bytes) for bytes, reserved in predicted))
             expected = live + float(np.interp(live, points[:, 0], points[:, 1]))
         else:
             largest = max(unit.bytes for unit in self.units(candidate))
             expected = live + RESERVED_ABOVE * (largest + largest // 2)
         tokens = setting.microbatch * setting.accumulation * self.space.workload.sequence
         return Expected(seconds / tokens, expected, expected - self.budget(setting.replicate), False)
-
-    def _above(self, candidate: Candidate) -> float:
-        """Return the bytes that a studied candidate reserves above what was predicted to be live."""
-        return self.forecasts[candidate].peak_reserved_bytes - self.predicted(candidate)[1]
 
     def order(self, candidate: Candidate) -> tuple[float, float]:
         """Return a key, smaller for better: expected seconds a token, and memory."""
@@ -361,7 +349,7 @@ class Evaluator:
         study = self.space.study(self.plan(candidate), candidate.setting, budget, self.simulations.simulator)
         forecast = self.forecasts[candidate] = study.forecast
         self.studies[candidate] = study
-        if forecast.fits and (self.best is None or self.rank(candidate) < self.rank(self.best)):
+        if forecast.fits and (self.best is None or self.order(candidate) < self.order(self.best)):
             self.best = candidate
         if self.smallest is None or forecast.peak_reserved_bytes < self.forecasts[self.smallest].peak_reserved_bytes:
             self.smallest = candidate
@@ -370,14 +358,6 @@ class Evaluator:
         speed = "none fits yet" if self.best is None else fastest
         self._progress(f"{len(self.forecasts)} plans compared, {speed}")
         return forecast
-
-    def rank(self, candidate: Candidate) -> tuple[float, int, int]:
-        """Return a key, smaller for better: seconds a token, memory, and choices away from ``shard()``'s defaults."""
-        forecast, setting = self.forecasts[candidate], candidate.setting
-        plain = self.uniform(setting, "default", "none")
-        differing = sum(mine != usual for mine, usual in zip(candidate.values, plain.values, strict=False))
-        differing += (candidate.split != plain.split) + (setting.replicate != 1) + (setting.offload != "none")
-        return float(f"{cost(forecast):.9g}"), forecast.peak_reserved_bytes, differing
 
     def best_cost(self) -> float:
         """Return the seconds a token of the best candidate; infinity if none fits."""

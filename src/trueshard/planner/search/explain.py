@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -138,7 +137,7 @@ def nothing_fits(evaluator: Evaluator) -> NothingFits:
 
 
 Change = tuple[str, Space]
-"""A change in words, and what it makes of the space."""
+"""A change in words, and the space with it."""
 
 
 def _other_jobs(space: Space) -> Iterator[list[Change]]:
@@ -150,43 +149,36 @@ def _other_jobs(space: Space) -> Iterator[list[Change]]:
     fixed = [name for name, word in most_frugal.items() if getattr(space.choices, name) not in ("auto", word)]
     for names in [*([name] for name in fixed), *([fixed] if len(fixed) > 1 else [])]:
         words = " with ".join(f'{name}="auto"' for name in names)
-        yield [(words, _changed(space, choices=space.choices.replace(**dict.fromkeys(names, "auto"))))]
+        yield [(words, replace(space, choices=space.choices.replace(**dict.fromkeys(names, "auto"))))]
     microbatch, accumulation = space.batches()[-1]
     smaller = []
     for samples in (number for number in range(microbatch // 2, 0, -1) if microbatch % number == 0):
         times = accumulation * microbatch // samples
-        same = _changed(space, microbatch=samples, accumulation=times)
+        same = replace(space, microbatch=samples, accumulation=times)
         smaller.append((f"microbatch={samples} with accumulation={times}", same))
         if space.global_batch is None:
-            smaller.append((f"microbatch={samples}", _changed(space, microbatch=samples)))
+            smaller.append((f"microbatch={samples}", replace(space, microbatch=samples)))
     yield smaller
     if "cpu" not in space.offloads:
-        yield [('offload="cpu"', _changed(space, choices=space.choices.replace(offload="cpu")))]
+        yield [('offload="cpu"', replace(space, choices=space.choices.replace(offload="cpu")))]
     lengths = [space.workload.sequence >> halving for halving in range(1, DOUBLINGS + 1)]
-    workloads = [dataclasses.replace(space.workload, sequence=length) for length in lengths if length >= SHORTEST]
-    yield [(f"sequence={workload.sequence}", _changed(space, workload=workload)) for workload in workloads]
+    workloads = [replace(space.workload, sequence=length) for length in lengths if length >= SHORTEST]
+    yield [(f"sequence={workload.sequence}", replace(space, workload=workload)) for workload in workloads]
     several = [space.ranks << doubling for doubling in range(1, DOUBLINGS + 1)]
-    yield [(f"ranks={n}", _changed(space, ranks=n)) for n in several if (space.global_batch or 0) % n == 0]
-
-
-def _changed(space: Space, **instead: Any) -> Space:
-    return dataclasses.replace(space, **instead)
+    yield [(f"ranks={n}", replace(space, ranks=n)) for n in several if (space.global_batch or 0) % n == 0]
 
 
 def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
     """Return devices of the catalogue with ``least`` bytes for torch, the smallest first."""
     devices = sorted(map(hardware, known()), key=lambda device: device.memory_bytes)
-    spaces = [_changed(space, hardware=device, budget=None) for device in devices if device.streams]
-    return [
-        (f'hardware="{larger.hardware.name}"', larger)
-        for larger in spaces
-        if larger.cluster(replicate).available_bytes >= least
-    ]
+    spaces = [replace(space, hardware=device, budget=None) for device in devices if device.streams]
+    enough = [larger for larger in spaces if larger.cluster(replicate).available_bytes >= least]
+    return [(f'hardware="{larger.hardware.name}"', larger) for larger in enough]
 
 
 def _least_that_fits(family: Sequence[Change], workers: int) -> str:
     """Return the words of the first of changes with which the most frugal plan fits; "" if it does with none."""
-    if not family or not _fits(family[-1][1], workers):
+    if not family or not _fits(family[-1][1], workers):  # one simulation where none fits
         return ""
     first = bisect_left(range(len(family) - 1), True, key=lambda i: _fits(family[i][1], workers))
     return family[first][0]

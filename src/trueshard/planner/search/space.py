@@ -135,7 +135,7 @@ def _without_auto(word: Any, instead: Any) -> Any:
     return instead if word == "auto" else word
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Setting:
     """The parts of a candidate that hold for all units."""
 
