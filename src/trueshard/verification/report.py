@@ -30,7 +30,6 @@ NEAR_LOSSES, NEAR_MOVED = 0.05, 0.8
 """Allowed distance of losses and updates from plain training. Single updates of Adam turn with the sign of a small
 gradient; one that is left out, or twice as large, is 1 away."""
 CLOSEST = 20
-PACKAGE = "trueshard.verification"
 
 
 @dataclass(frozen=True)
@@ -282,12 +281,6 @@ def _loaded(
 def write_page(report: Verified, path: Path) -> None:
     """Write the page; an existing file is replaced when the new one is complete."""
     name, _, settings = headline(report.setting).partition("\n")
-    page = framed(
-        title=f"{report.setting['name']}: {verdict(report)}",
-        text=str(report),
-        data=report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)},
-        main=(PACKAGE, "page.html"),
-        styles=[(PACKAGE, "page.css")],
-        scripts=[(PACKAGE, "page.js")],
-    )
-    replace_text(path, page)
+    title = f"{report.setting['name']}: {verdict(report)}"
+    data = report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)}
+    replace_text(path, framed(title, str(report), data, __package__, "page.html", "page.css", "page.js"))

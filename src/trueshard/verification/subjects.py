@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -289,14 +288,9 @@ class FactorySubject(Subject):
         factory = self._factory
         seed_all(self.case.seed)
         if isinstance(factory, Original):
-            module, beside = copy.deepcopy((factory.module, dict(factory.beside)))
-            return TrainingParts(module, **beside)
-        function: Callable[..., Any] = factory.function
-        if self.case.layers is not None and "layers" in inspect.signature(function).parameters:
-            function = functools.partial(function, layers=self.case.layers)
-        with factories.explained(factory.name, factory.file, factory.folder):
-            result = function()
-        return factory.parts_of(result)
+            return factory.make()
+        takes_layers = self.case.layers is not None and "layers" in inspect.signature(factory.function).parameters
+        return factory.make(**({"layers": self.case.layers} if takes_layers else {}))
 
     def _fed(self, batch: Any, model: nn.Module) -> Callable[[int], Any]:
         """Return (step) → global batch for the factory's ``batch``; if it has none, one that fits, and its loss."""

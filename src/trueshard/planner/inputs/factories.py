@@ -51,7 +51,7 @@ class Factory:
     """A function that makes models again and again."""
 
     name: str
-    function: Callable[[], Any]
+    function: Callable[..., Any]
     beside: Mapping[str, Any]
     """Parts in the same file (``parts_among``), used where the result has none."""
     file: Path | None = None
@@ -65,9 +65,8 @@ class Factory:
         ``dtype``: of floating-point parameters; None: as the function made them. Raises ValueError of one line if the
         function fails, asks for data or a GPU, or returns something else.
         """
-        with explained(self.name, self.file, self.folder), on_meta():
-            result = self.function()
-        parts = self.parts_of(result)
+        with on_meta():
+            parts = self.make()
         model = parts.model
         if all(parameter.is_meta and not _torch.is_fake(parameter) for parameter in model.parameters()):
             stand_ins = make_fake(model, dtype)
@@ -79,22 +78,14 @@ class Factory:
                 group["params"] = [stand_ins.get(id(parameter), parameter) for parameter in group["params"]]
         return parts
 
+    def make(self, **arguments: Any) -> TrainingParts:
+        """Call the function, and return its parts on whatever device it makes them. Raises ValueError as ``build``."""
+        with explained(self.name, self.file, self.folder):
+            result = self.function(**arguments)
+        return self.parts_of(result)
+
     def parts_of(self, result: Any) -> TrainingParts:
         """Return the parts of the function's result, completed by its file's; raise ValueError if there is no model."""
-        returned = self._returned(result)
-        if returned["optimizers"] is None and _are_optimizers(self.beside.get("optimizers")):
-            raise ValueError(
-                f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
-                "or make it a function optimizers(model)"
-            )
-        completed: dict[str, Any] = {key: self.beside.get(key) if p is None else p for key, p in returned.items()}
-        parts = TrainingParts(**completed)
-        if parts.loss is not None and not callable(parts.loss):
-            raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
-        return parts
-
-    def _returned(self, result: Any) -> dict[str, Any]:
-        """Return what the function returned, by field of ``TrainingParts``."""
         if isinstance(result, nn.Module):
             result = {"model": result}
         if isinstance(result, Sequence) and 2 <= len(result) <= 4 and isinstance(result[0], nn.Module):
@@ -104,12 +95,21 @@ class Factory:
                 raise ValueError(f"{self.name} returns {len(result)} things: {_RESULT}")
             result = {"model": result[0], **dict(zip(("batch", "loss"), others, strict=False))}
             result["optimizers"] = optimizers[0] if optimizers else None
-        parts = result if isinstance(result, Mapping) else {key: getattr(result, key, None) for key in _NAMES}
-        model = parts.get("model")
+        returned = result if isinstance(result, Mapping) else {key: getattr(result, key, None) for key in _NAMES}
+        model = returned.get("model")
         if not isinstance(model, nn.Module):
             held = "" if model is None else f" whose model is a {type(model).__name__}"
             raise ValueError(f"{self.name} returns a {type(result).__name__}{held}: {_RESULT}")
-        return {"model": model, **parts_among(parts)}
+        local = parts_among(returned)
+        if local["optimizers"] is None and _are_optimizers(self.beside.get("optimizers")):
+            raise ValueError(
+                f"{self.name}: the optimizer beside it has another model's parameters; return it with the model, "
+                "or make it a function optimizers(model)"
+            )
+        parts = TrainingParts(model, **{k: self.beside.get(k) if part is None else part for k, part in local.items()})
+        if parts.loss is not None and not callable(parts.loss):
+            raise ValueError(f"{self.name}: its loss must be a function (model, batch) → scalar, not {parts.loss!r}")
+        return parts
 
 
 @dataclass
@@ -124,6 +124,11 @@ class Original:
     def name(self) -> str:
         """Name of the module's class."""
         return type(names.unwrap(self.module)).__name__
+
+    def make(self) -> TrainingParts:
+        """Return a copy with all values, and copies of the parts in its file."""
+        module, beside = copy.deepcopy((self.module, dict(self.beside)))
+        return TrainingParts(module, **beside)
 
     def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
@@ -304,14 +309,13 @@ def named_configuration(words: str) -> Configuration | None:
         configuration = Configuration(words.rpartition("/")[2], json.loads(file.read_text(encoding="utf-8")), str(file))
         configuration.assumptions.insert(0, f"The configuration is that of {words} in the hub's cache on this machine.")
         return configuration
-    if (known := architecture(words)) is None:
+    if (entry := architecture(words)) is None:
         return None
-    configuration = Configuration(known.name, copy.deepcopy(dict(known.fields)), known.name)
-    if "architectures" not in known.fields:
+    configuration = Configuration(entry.name, copy.deepcopy(dict(entry.fields)), entry.name)
+    if "architectures" not in entry.fields:
         configuration.assumptions.clear()
-    configuration.assumptions.insert(
-        0, f"The architecture is known by name: sizes as in config.json of {known.hub[0]} (MODEL)."
-    )
+    assumption = f"The architecture is known by name: sizes as in config.json of {entry.hub[0]} (MODEL)."
+    configuration.assumptions.insert(0, assumption)
     return configuration
 
 

@@ -7,40 +7,38 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
 from importlib import resources
 from string import Template
 from typing import Any
 
-File = tuple[str, str]
-"""A file of a package: (package, name)."""
-
-SHOWING = "trueshard.planner.report"
+_SHARED = "trueshard.planner.report"
 """Package of what all pages share: colours, tables, switches, and small parts of drawing."""
 
 
-def framed(title: str, text: str, data: Any, main: File, scripts: Sequence[File], styles: Sequence[File] = ()) -> str:
+def framed(title: str, text: str, data: Any, package: str, *files: str) -> str:
     """Return a page.
 
     Args:
         title: of its window.
         text: shown without scripts.
         data: drawn by the scripts: plain data, finite numbers only.
-        main: file with the content of `<main>`.
-        scripts: its JavaScript files besides the shared ones, in the order in which they run.
-        styles: its CSS files besides the shared ones.
+        package: the one that holds ``files``.
+        files: the content of `<main>` as HTML, then CSS and JavaScript beyond the shared ones; scripts run in order.
     """
     plain = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return Template(_text((SHOWING, "frame.html"))).substitute(
+
+    def local(ending: str) -> list[str]:
+        return [_text(package, name) for name in files if name.endswith(ending)]
+
+    return Template(_text(_SHARED, "frame.html")).substitute(
         title=html.escape(title),
         text=html.escape(text),
-        style="".join(map(_text, [(SHOWING, "page.css"), *styles])),
-        main=_text(main),
-        script="\n".join(map(_text, [(SHOWING, "page.js"), *scripts])),
+        style="".join([_text(_SHARED, "page.css"), *local(".css")]),
+        main="".join(local(".html")),
+        script="\n".join([_text(_SHARED, "page.js"), *local(".js")]),
         data=plain.replace("<", "\\u003c"),
     )
 
 
-def _text(file: File) -> str:
-    package, name = file
+def _text(package: str, name: str) -> str:
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")

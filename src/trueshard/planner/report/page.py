@@ -20,7 +20,7 @@ from trueshard.planner import ledger
 from trueshard.planner.ledger import Curve, Numbers, Peak, Series
 from trueshard.planner.report import compare, summary
 from trueshard.planner.report.compare import Collapsed, collapse
-from trueshard.planner.report.frame import SHOWING, framed
+from trueshard.planner.report.frame import framed
 from trueshard.planner.timeline import Span, Timeline
 from trueshard.planner.trace import Allocation, Communication, EventPlace, Kernel, Kind, Trace
 from trueshard.planner.workload import Study
@@ -43,13 +43,9 @@ TENSORS = 25
 
 def page(study: Study, grid: dict[str, Any] | None = None) -> str:
     """Return the page as text; ``grid``: the points of its sliders, of ``choose_plan.grid``."""
-    return framed(
-        title=summary.headline(study.forecast),
-        text=summary.text(study),
-        data=_data(study) | {"grid": grid},
-        main=(SHOWING, "page.html"),
-        scripts=[(SHOWING, name) for name in ("page_step.js", "page_draw.js", "page_grid.js", "page_tables.js")],
-    )
+    files = ("page.html", "page_step.js", "page_draw.js", "page_grid.js", "page_tables.js")
+    data = _data(study) | {"grid": grid}
+    return framed(summary.headline(study.forecast), summary.text(study), data, __package__, *files)
 
 
 def _data(study: Study) -> dict[str, Any]:
@@ -306,20 +302,17 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
     forecasts = [plan.forecast for _, plan in plans if plan.forecast is not None]
     names = [name for name, _ in plans]
     differences = [[name, compare.diff(plans[0][1], plan)] for name, plan in plans[1:]]
-    return framed(
-        title=f"{forecasts[0].model}: {' and '.join(names)}",
-        text="\n\n".join(f"{names[0]} → {name}\n{text}" for name, text in differences),
-        data={
-            "headline": f"{forecasts[0].model}: plans compared",
-            "names": names,
-            "plans": list(map(_bars, forecasts)),
-            "figures": _figures(forecasts),
-            "settings": _settings([plan for _, plan in plans]),
-            "differences": differences,
-        },
-        main=(SHOWING, "compare.html"),
-        scripts=[(SHOWING, "compare.js")],
-    )
+    data = {
+        "headline": f"{forecasts[0].model}: plans compared",
+        "names": names,
+        "plans": list(map(_bars, forecasts)),
+        "figures": _figures(forecasts),
+        "settings": _settings([plan for _, plan in plans]),
+        "differences": differences,
+    }
+    title = f"{forecasts[0].model}: {' and '.join(names)}"
+    text = "\n\n".join(f"{names[0]} → {name}\n{text}" for name, text in differences)
+    return framed(title, text, data, __package__, "compare.html", "compare.js")
 
 
 def _bars(forecast: Forecast) -> dict[str, Any]:

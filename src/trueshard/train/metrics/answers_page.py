@@ -20,7 +20,6 @@ from trueshard.planner.report.frame import framed
 from trueshard.train.metrics.answers import read_some
 from trueshard.train.metrics.step_metrics import Line, LineSpan
 
-HERE = "trueshard.train.metrics"
 MOST = 6_000_000
 """Bytes of answers in a page, about."""
 SHRINKS = 0.5
@@ -54,14 +53,9 @@ def page(name: str, file: Path, places: Sequence[LineSpan]) -> str:
         "left_out": left_out,
         "prompts": list(prompts.values()),
     }
-    return framed(
-        title=f"{name}: answers",
-        text="\n".join(_described(prompt) for prompt in prompts.values()),
-        data=data,
-        main=(HERE, "samples.html"),
-        styles=[(HERE, "samples.css")],
-        scripts=[(HERE, "samples_answer.js"), (HERE, "samples.js")],
-    )
+    text = "\n".join(_described(prompt) for prompt in prompts.values())
+    files = ("samples.html", "samples.css", "samples_answer.js", "samples.js")
+    return framed(f"{name}: answers", text, data, __package__, *files)
 
 
 def choose(lines: Sequence[LineSpan], most: int = MOST) -> Chosen:

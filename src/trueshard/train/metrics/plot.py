@@ -25,8 +25,6 @@ from trueshard.train.metrics.curves import PANELS, RunCurve, RunRecords, curve, 
 from trueshard.train.metrics.step_metrics import NAME, read_metrics, read_steps
 from trueshard.train.metrics.terminal import final_line, final_mean, has_reward
 
-HERE = "trueshard.train.metrics"
-
 
 def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
     """Draw the curves of runs into `out`, a `.png` or `.html` file, or into both in a run's folder; return the files.
@@ -90,14 +88,8 @@ def page(runs: Sequence[RunRecords]) -> str:
         "panels": [{**asdict(panel), "note": panel.note} for panel in shown_panels(runs)],
         "runs": [_run(run) for run in runs],
     }
-    return framed(
-        title=headline,
-        text="\n".join(f"{run.name}: {final_line(run.records)}" for run in runs),
-        data=data,
-        main=(HERE, "curves.html"),
-        styles=[(HERE, "curves.css")],
-        scripts=[(HERE, "curves_chart.js"), (HERE, "curves.js")],
-    )
+    text = "\n".join(f"{run.name}: {final_line(run.records)}" for run in runs)
+    return framed(headline, text, data, __package__, "curves.html", "curves.css", "curves_chart.js", "curves.js")
 
 
 def _run(run: RunRecords) -> dict[str, Any]:
