@@ -232,7 +232,7 @@ def _cause(failures: list[Failure], codes: Mapping[int, int], ranks: int, logs: 
 
 
 def work(folder: str, run: str) -> None:
-    """Be one process of a run, and end the process with exit code 0 or 1."""
+    """Take the part of one rank in a run, and end the process with exit code 0 or 1."""
     end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     rank, ranks, progress, source = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Progress(), None
     try:

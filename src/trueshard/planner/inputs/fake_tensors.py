@@ -153,7 +153,7 @@ def replace_plain(
 
 
 class Unavailable(Exception):
-    """A factory asked for what the planner does not have; the text says for what, and what to do instead."""
+    """Raised where a factory asks for what the planner does not have; says for what, and what to do instead."""
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trueshard.axes import OPTIONS
@@ -180,28 +181,20 @@ def unit_rows(study: Study) -> list[dict[str, Any]]:
     Parameters and bytes are those of one unit; ``at_peak`` and ``received``, in bytes, those of the row.
     """
     uses = ledger.by_unit(study.trace)
-    rows = []
-    for row in collapse(
-        study.plan.units, lambda unit: unit.name, lambda unit: dataclasses.replace(unit, name="", modules=())
-    ):
-        unit, mine = row.items[0], [uses.get(item.name, _NOTHING) for item in row.items]
-        policy = unit.reshard_after_forward
-        rows.append(
-            {
-                "name": row.name or "(root)",
-                "count": len(row.items),
-                "parameters": unit.parameters,
-                "trainable": unit.trainable,
-                "bytes": unit.bytes,
-                "dtype": unit.dtype,
-                "reshard": ("yes" if policy else "no") if isinstance(policy, bool) else f"to {policy} ranks",
-                "recompute": unit.activation_checkpointing,
-                "at_peak": sum(use.bytes_at_peak for use in mine),
-                "received": sum(use.bytes_received for use in mine),
-                "why": unit.why,
-            }
-        )
-    return rows
+    words = {"True": "yes", "False": "no"}
+    return [
+        {
+            "name": row.name or "(root)",
+            "count": len(row.items),
+            **{key: getattr(unit, key) for key in ("parameters", "trainable", "bytes", "dtype", "why")},
+            "reshard": words.get(str(unit.reshard_after_forward), f"to {unit.reshard_after_forward} ranks"),
+            "recompute": unit.activation_checkpointing,
+            "at_peak": sum(uses.get(item.name, _NOTHING).bytes_at_peak for item in row.items),
+            "received": sum(uses.get(item.name, _NOTHING).bytes_received for item in row.items),
+        }
+        for row in collapse(study.plan.units, lambda one: one.name, lambda one: replace(one, name="", modules=()))
+        for unit in row.items[:1]
+    ]
 
 
 def _units(study: Study) -> list[str]:

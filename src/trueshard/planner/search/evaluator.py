@@ -44,7 +44,7 @@ MARGIN = 2 * LARGE_SEGMENT
 
 
 class Simulations:
-    """A workload's simulations, run in workers, of which there are as ``Workers`` says; beside them runs ``check``."""
+    """Run a workload's simulations in ``workers`` processes, as many as ``Workers`` says, and ``check`` beside them."""
 
     def __init__(self, workload: Workload, workers: int | None, check: Callable[[], Any] = lambda: None) -> None:
         self.simulator = Simulator(workload, self._run_all)
@@ -103,7 +103,7 @@ class Expected:
 
     @property
     def may_fit(self) -> bool:
-        """True if it fits; of a prediction, which does not know how segments fill up, also if it hardly does not."""
+        """True if it fits; a prediction, which does not know how segments fill up, may exceed the budget slightly."""
         return self.excess <= (0 if self.is_exact else MARGIN)
 
 
@@ -252,7 +252,7 @@ class Evaluator:
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
-        if not self._probes:
+        if not self._probes:  # predicted outside of a search
             self.start_probes()
         sizes = sorted({size for size, word in self._probes if word == recompute})
         few, many = (self._probes[size, recompute]() for size in (sizes[0], sizes[-1]))
@@ -263,8 +263,8 @@ class Evaluator:
     def _parts(self, replicate: int, split: bool, measured_units: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:
         """Return the position of each unit, in the order of forwards, and the measured units of which it consists.
 
-        Measured are the units of a probe: of equal blocks in a row three, of which the one in the middle stands for
-        all, and the embeddings, which may belong to the root here.
+        A probe has three of equal blocks in a row, of which the one in the middle stands for all: the first and the
+        last have other neighbours. Its embeddings are units, which may belong to the root here.
         """
         units = self.bases(replicate)[split].units
         names = {unit.name for unit in units}
@@ -312,6 +312,8 @@ class Evaluator:
         studied = [other for other in self.forecasts if other.setting == setting]
         studied = studied or [other for other in self.forecasts if other.setting.offload == setting.offload][-1:]
         if studied:
+            # A study tells a factor for the seconds, and what the allocator reserves above live bytes: the one nearest
+            # in memory counts, and between two studies what lies between them.
             nearest = min(studied, key=lambda other: abs(self.predicted(other)[1] - live))
             seconds *= self.forecasts[nearest].step_seconds / self.predicted(nearest)[0]
             predicted = [(self.predicted(other)[1], self.forecasts[other].peak_reserved_bytes) for other in studied]

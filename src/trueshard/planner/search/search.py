@@ -66,7 +66,7 @@ def choose(
             check()
             raise
         with evaluator.workers:
-            return checked(evaluator.workers, lambda: _found(evaluator, time.perf_counter() + SECONDS))
+            return checked(evaluator.workers, lambda: _best_study(evaluator, time.perf_counter() + SECONDS))
 
 
 def checked(workers: Workers, make: Callable[[], Study]) -> Study:
@@ -86,7 +86,7 @@ def checked(workers: Workers, make: Callable[[], Study]) -> Study:
 @contextlib.contextmanager
 def objects_frozen() -> Iterator[None]:
     """Exempt objects that exist now from the garbage collection before each simulation."""
-    if gc.get_freeze_count():  # the user's own
+    if gc.get_freeze_count():  # by the user, whose objects must stay frozen
         yield
         return
     gc.freeze()
@@ -96,7 +96,7 @@ def objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _found(evaluator: Evaluator, until: float) -> Study:
+def _best_study(evaluator: Evaluator, until: float) -> Study:
     """Search until there is a best candidate, and return its study."""
     explain.check_largest_unit(evaluator)
     remarks: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ def _smallest_left(evaluator: Evaluator, offload: Offload) -> Candidate:
 
 
 def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: float) -> Candidate | None:
-    """See [Note: mixtures of two]."""
+    """Return the candidate expected to be the fastest that fits, if any: see [Note: mixtures of two]."""
 
     def may_fit(candidate: Candidate) -> bool:
         return evaluator.expected(candidate).may_fit
