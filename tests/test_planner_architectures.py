@@ -56,8 +56,8 @@ HUB = {
 
 
 def test_names_of_the_hub_are_known_architectures() -> None:
-    found = {words: architecture(words) for words in HUB}
-    assert {words: each and each.name for words, each in found.items()} == HUB
+    result = {words: architecture(words) for words in HUB}
+    assert {words: each and each.name for words, each in result.items()} == HUB
     assert architecture("somebody/Llama-3.1-8B-pruned") is None
     assert architecture("llama") is None
 

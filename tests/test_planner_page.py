@@ -39,9 +39,9 @@ def with_alternatives(layers: int = 8) -> Study:
 
 
 def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1])  # type: ignore[no-any-return]
+    result = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert result
+    return json.loads(result[1])  # type: ignore[no-any-return]
 
 
 def expanded(runs: list[int], count: int) -> np.ndarray:
@@ -287,11 +287,11 @@ def test_hovering_the_memory_shows_its_figures(tab: chromium.Page, shown: tuple[
         "return [b.left + xOf(AT[memory.peak]) + 0.5, b.top + yOf(TOTAL[memory.peak]) + 60]; })()"
     )
     tab.point(*at)
-    said = tab.run("document.getElementById('step-tip').innerText")
+    message = tab.run("document.getElementById('step-tip').innerText")
     peak = ledger.peak(study.trace)
-    assert f"{gib(peak.bytes)} live" in said
-    assert gib(peak.by_kind["activations"]) in said
-    assert gib(peak.by_kind["optimizer"]) in said
+    assert f"{gib(peak.bytes)} live" in message
+    assert gib(peak.by_kind["activations"]) in message
+    assert gib(peak.by_kind["optimizer"]) in message
     assert tab.run("document.getElementById('step-tip').hidden") is False
     tab.point(2, 2)
     assert tab.run("document.getElementById('step-tip').hidden") is True
@@ -307,9 +307,9 @@ def test_hovering_a_stream_shows_what_runs(tab: chromium.Page) -> None:
             f"return [b.left + xOf((longest[0] + longest[1]) / 2), b.top + LANES_TOP + LANE * ({lane} + 0.5)]; }})()"
         )
         tab.point(*at)
-        said = tab.run("document.getElementById('step-tip').innerText")
-        assert words in said
-        assert re.search(r"[\d.]+ ms, from [\d.]+ (ms|s)", said)
+        message = tab.run("document.getElementById('step-tip').innerText")
+        assert words in message
+        assert re.search(r"[\d.]+ ms, from [\d.]+ (ms|s)", message)
 
 
 @in_a_browser
@@ -331,10 +331,10 @@ def test_hovering_an_alternative_shows_its_figures(tab: chromium.Page, shown: tu
     assert sum(label.endswith("does not fit") for label in labels) == 1
     smaller = next(label for label in labels if label.startswith("recompute full"))
     tab.point(*middle(tab, f'#scatter circle[aria-label="{smaller}"]'))
-    said = tab.run("document.getElementById('scatter-tip').innerText")
-    assert gib(forecast.peak_reserved_bytes) in said
-    assert f"{forecast.tokens_per_second_per_rank:,.0f}" in said
-    assert "Pareto" in said
+    message = tab.run("document.getElementById('scatter-tip').innerText")
+    assert gib(forecast.peak_reserved_bytes) in message
+    assert f"{forecast.tokens_per_second_per_rank:,.0f}" in message
+    assert "Pareto" in message
     plans = tab.run("[...document.querySelectorAll('#front tbody tr')].map((row) => row.cells[1].textContent)")
     assert plans == ["recompute full", "This plan"]
 
@@ -344,13 +344,13 @@ def test_hovering_an_alternative_shows_its_figures(tab: chromium.Page, shown: tu
 def test_the_keyboard_reaches_all_of_it(tab: chromium.Page, shown: tuple[Study, Path]) -> None:
     tab.run("document.getElementById('step').focus()")
     tab.press("p")
-    said = tab.run("document.getElementById('step-say').textContent")
-    assert f"{gib(shown[0].forecast.peak_live_bytes)} live" in said
+    message = tab.run("document.getElementById('step-say').textContent")
+    assert f"{gib(shown[0].forecast.peak_live_bytes)} live" in message
     assert tab.run("view.to - view.from") <= tab.run("SECONDS") / 8 * 1.001
     before = tab.run("view.cursor")
     tab.press("ArrowRight")
     assert tab.run("view.cursor") > before
-    assert tab.run("document.getElementById('step-say').textContent") != said
+    assert tab.run("document.getElementById('step-say').textContent") != message
     tab.press("0")
     assert tab.run("[view.from, view.to - SECONDS]") == [0, 0]
     reached = set()
@@ -381,17 +381,17 @@ def test_dragging_zooms_and_a_double_click_shows_all(tab: chromium.Page) -> None
 def test_every_entry_of_a_legend_has_a_colour_of_its_own(tab: chromium.Page, scheme: str) -> None:
     tab.scheme(scheme)
     for legend in ("#parts-legend", "#memory-legend", "#lane-legend", "#grid-legend"):
-        found = tab.run(
+        result = tab.run(
             f"[...document.querySelectorAll('{legend} > div > *')].map((each) => [each.innerText,"
             "getComputedStyle(each.querySelector('.swatch')).backgroundColor])"
         )
-        colours = [colour for _, colour in found]
+        colours = [colour for _, colour in result]
         assert colours, legend
-        assert "rgba(0, 0, 0, 0)" not in colours, found
-        assert len(set(colours)) == len(colours), found
-    said = tab.run("document.getElementById('lane-legend').innerText")
+        assert "rgba(0, 0, 0, 0)" not in colours, result
+        assert len(set(colours)) == len(colours), result
+    message = tab.run("document.getElementById('lane-legend').innerText")
     for words in ("waiting for communication", "waiting for the host", "waiting for other ranks"):
-        assert words in said
+        assert words in message
 
 
 @in_a_browser
@@ -452,9 +452,9 @@ def test_nothing_is_cut_at_1280_pixels(tab: chromium.Page) -> None:
 def test_tensors_are_sorted_by_the_column_that_is_clicked(tab: chromium.Page) -> None:
     def column(index: int) -> list[float]:
         rows = "[...document.querySelectorAll('#tensors tbody tr')]"
-        found = tab.run(f"{rows}.map((row) => row.cells[{index}].innerText)")
+        result = tab.run(f"{rows}.map((row) => row.cells[{index}].innerText)")
         factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-        return [float(value.split()[0]) * factor[value.split()[1]] for value in found]
+        return [float(value.split()[0]) * factor[value.split()[1]] for value in result]
 
     assert column(2) == sorted(column(2), reverse=True)
     assert column(4) != sorted(column(4), reverse=True)

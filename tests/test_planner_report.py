@@ -95,45 +95,45 @@ def test_long_names_stay_within_the_width() -> None:
     forecast = dataclasses.replace(study.forecast, peak_unit=long.name, model="m" * 200)
     phases = (StepPhase("generate", 1 << 40, 1234.5, {"key and value cache " * 4: 1 << 40}, ("a note " * 20,)),)
     other = Alternative("replicas " * 20, forecast)
-    said = text(
+    output = text(
         dataclasses.replace(
             study, plan=plan, forecast=forecast, reasons=("word " * 80,), phases=phases, alternatives=[other]
         )
     )
-    assert max(len(line) for line in said.splitlines()) <= 100
-    assert lacking(said, "×126", "to 1024 ranks", "selective (frozen)", "1,050,681,344,000") == []
+    assert max(len(line) for line in output.splitlines()) <= 100
+    assert lacking(output, "×126", "to 1024 ranks", "selective (frozen)", "1,050,681,344,000") == []
 
 
 def test_json_has_every_figure_and_a_plan_that_can_be_given_back() -> None:
     study = with_alternatives()
-    found: dict[str, Any] = json.loads(json.dumps(as_json(study)))
+    result: dict[str, Any] = json.loads(json.dumps(as_json(study)))
     for field in dataclasses.fields(Forecast):
-        assert found[field.name] == getattr(study.forecast, field.name)
-    assert Plan.from_json(json.dumps(found["plan"])) == study.plan
-    assert [unit["name"] for unit in found["units"]] == [unit.name for unit in study.plan.units]
-    unit = found["units"][1]
+        assert result[field.name] == getattr(study.forecast, field.name)
+    assert Plan.from_json(json.dumps(result["plan"])) == study.plan
+    assert [unit["name"] for unit in result["units"]] == [unit.name for unit in study.plan.units]
+    unit = result["units"][1]
     assert (unit["parameters"], unit["reshard_after_forward"], unit["activation_checkpointing"]) == (
         201_326_592,
         True,
         "none",
     )
-    assert sum(each["bytes_at_peak"] for each in found["units"]) == found["peak_live_bytes"]
-    assert sum(each["bytes_received"] for each in found["units"]) == found["bytes_received_per_step"]
-    assert sum(each["flops"] for each in found["units"]) == found["flops_per_step"]
-    assert found["reasons"] == list(study.reasons)
-    assert found["assumptions"] == list(study.assumptions)
+    assert sum(each["bytes_at_peak"] for each in result["units"]) == result["peak_live_bytes"]
+    assert sum(each["bytes_received"] for each in result["units"]) == result["bytes_received_per_step"]
+    assert sum(each["flops"] for each in result["units"]) == result["flops_per_step"]
+    assert result["reasons"] == list(study.reasons)
+    assert result["assumptions"] == list(study.assumptions)
 
 
 def test_the_front_is_what_nothing_that_fits_beats() -> None:
     study = with_alternatives()
-    found = as_json(study)
-    assert [(each["words"], each["on_front"]) for each in found["alternatives"]] == [
+    result = as_json(study)
+    assert [(each["words"], each["on_front"]) for each in result["alternatives"]] == [
         ("recompute full", True),
         ("slower and larger", False),
         ("reshard never", True),
         ("too large", False),
     ]
-    assert found["on_front"]
+    assert result["on_front"]
     forecast = study.forecast
     assert pareto([forecast, forecast]) == [0]
     assert pareto([dataclasses.replace(forecast, fits=False)]) == []
@@ -177,18 +177,18 @@ def test_what_differs_is_named() -> None:
         reshard_after_forward={"model.layers.*": "never"},
         mixed_precision=MixedPrecision("float16", "float32"),
     )
-    said = diff(one, other).splitlines()
-    assert lacking(said[4], "  model.embed_tokens: ", "first") == []
-    assert lacking(said[7], "  scale: ", "second") == []
-    assert said == [
+    output = diff(one, other).splitlines()
+    assert lacking(output[4], "  model.embed_tokens: ", "first") == []
+    assert lacking(output[7], "  scale: ", "second") == []
+    assert output == [
         'reshard_after_forward: default → {"model.layers.*": "never"}',
         "mixed_precision.compute: bfloat16 → float16",
         "ranks: [8] → [2, 8]",
         "units:",
-        said[4],
+        output[4],
         "  model.layers.0–6 ×7: reshard_after_forward: true → false; activation_checkpointing: none → full",
         "replicated:",
-        said[7],
+        output[7],
     ]
     bare = dataclasses.replace(one, mixed_precision=None)
     assert "mixed_precision.compute: bfloat16 → null" in diff(one, bare)
@@ -217,5 +217,5 @@ def test_forecasts_are_compared_where_both_plans_have_one() -> None:
 def test_sizes_and_counts_are_easy_to_read() -> None:
     one = studies.plan(layers=1)
     unit = dataclasses.replace(one.units[0], parameters=one.units[0].parameters * 2, bytes=1 << 30)
-    said = diff(one, dataclasses.replace(one, units=(unit, *one.units[1:])))
-    assert "parameters: 131,072,000 → 262,144,000 (+100.0%); bytes: 500.0 MiB → 1.0 GiB (+104.8%)" in said
+    output = diff(one, dataclasses.replace(one, units=(unit, *one.units[1:])))
+    assert "parameters: 131,072,000 → 262,144,000 (+100.0%); bytes: 500.0 MiB → 1.0 GiB (+104.8%)" in output

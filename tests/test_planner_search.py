@@ -108,37 +108,39 @@ class Remembered:
         key = job.plan.units, job.plan.offload, job.microbatch, job.accumulation
         if key not in self.made:
             self.made[key] = study_job(job, cluster)
-        found = self.made[key]
+        result = self.made[key]
         budget = cluster.available_bytes if budget is None else budget
-        fits = found.forecast.peak_reserved_bytes <= budget
-        return dataclasses.replace(found, forecast=dataclasses.replace(found.forecast, budget_bytes=budget, fits=fits))
+        fits = result.forecast.peak_reserved_bytes <= budget
+        return dataclasses.replace(
+            result, forecast=dataclasses.replace(result.forecast, budget_bytes=budget, fits=fits)
+        )
 
 
-def every_plan(asked: Space, simulated: Remembered) -> Iterator[tuple[float, int]]:
+def every_plan(request: Space, simulated: Remembered) -> Iterator[tuple[float, int]]:
     """(seconds a token, reserved bytes) of every batch and every free choice for every unit, in every grouping."""
-    for words in ("default", "always") if asked.choices.reshard_after_forward == "auto" else ("always",):
-        given = asked.settled(reshard_after_forward=words, activation_checkpointing="none")
+    for words in ("default", "always") if request.choices.reshard_after_forward == "auto" else ("always",):
+        given = request.settled(reshard_after_forward=words, activation_checkpointing="none")
         with _torch.fake_tensors():
-            plan = engine.resolve(Index(asked.workload.model()), given, (8,))
-        recompute = RECOMPUTE if asked.choices.activation_checkpointing == "auto" else RECOMPUTE[:1]
+            plan = engine.resolve(Index(request.workload.model()), given, (8,))
+        recompute = RECOMPUTE if request.choices.activation_checkpointing == "auto" else RECOMPUTE[:1]
         choices = [
             [
                 dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
-                for freed in ((True, False) if asked.choices.reshard_after_forward == "auto" else (True,))
+                for freed in ((True, False) if request.choices.reshard_after_forward == "auto" else (True,))
                 for again in (recompute if unit.kind == "block" else RECOMPUTE[:1])
             ]
             for unit in plan.units
         ]
-        for (microbatch, accumulation), units in itertools.product(asked.batches(), itertools.product(*choices)):
+        for (microbatch, accumulation), units in itertools.product(request.batches(), itertools.product(*choices)):
             job = Job(
-                asked.workload,
+                request.workload,
                 (8,),
                 microbatch=microbatch,
                 accumulation=accumulation,
                 plan=dataclasses.replace(plan, units=units),
             )
-            found = simulated.study(job, asked.cluster(1)).forecast
-            yield 1 / found.tokens_per_second_per_rank, found.peak_reserved_bytes
+            result = simulated.study(job, request.cluster(1)).forecast
+            yield 1 / result.tokens_per_second_per_rank, result.peak_reserved_bytes
 
 
 ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing": "none"}
@@ -158,19 +160,19 @@ def test_the_search_finds_hardly_more_than_the_least_time_of_all_plans(
     trained: Workload, fixed: dict[str, str], global_batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = Options(**{**AUTO, **fixed}, mixed_precision="bf16", units="Block")
-    asked = space(trained, choices=choices, global_batch=global_batch)
+    request = space(trained, choices=choices, global_batch=global_batch)
     simulated = Remembered()
     monkeypatch.setattr("trueshard.planner.search.space.study_job", simulated.study)
-    everything = list(every_plan(asked, simulated))
+    everything = list(every_plan(request, simulated))
     peaks = sorted({peak for _, peak in everything})
     assert len(peaks) > 1
     for budget in sorted({peaks[number * (len(peaks) - 1) // BUDGETS] for number in range(BUDGETS)}):
-        found = choose(dataclasses.replace(asked, budget=budget))
-        assert len(found.alternatives) < MOST
+        result = choose(dataclasses.replace(request, budget=budget))
+        assert len(result.alternatives) < MOST
         least = min(seconds for seconds, peak in everything if peak <= budget)
-        assert found.plan.offload == "none"
-        assert found.forecast.peak_reserved_bytes <= budget
-        assert 1 / found.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-2)
+        assert result.plan.offload == "none"
+        assert result.forecast.peak_reserved_bytes <= budget
+        assert 1 / result.forecast.tokens_per_second_per_rank == pytest.approx(least, rel=1e-2)
 
 
 # Many blocks
@@ -181,12 +183,12 @@ DEEP = 4
 @pytest.fixture(scope="module")
 def deep() -> Study:
     """Blocks in a budget between what full recomputation and no recomputation take."""
-    asked = space(tower(DEEP), replicate=1, microbatch=4)
-    evaluator = Evaluator(asked)
+    request = space(tower(DEEP), replicate=1, microbatch=4)
+    evaluator = Evaluator(request)
     setting = Setting(1, 4, 1, "none")
     none, full = (evaluator.evaluate(evaluator.uniform(setting, "always", word)) for word in ("none", "full"))
     budget = (3 * none.peak_reserved_bytes + full.peak_reserved_bytes) // 4
-    return choose(dataclasses.replace(asked, budget=budget))
+    return choose(dataclasses.replace(request, budget=budget))
 
 
 @pytest.mark.rest
@@ -237,11 +239,11 @@ def test_interrupted_it_is_the_best_so_far() -> None:
         if "the best so far" in line:
             raise KeyboardInterrupt
 
-    found = choose(space(tower(2)), interrupt)
-    assert found.assumptions[-1].startswith("Interrupted")
-    assert f"{len(found.alternatives) + 1} plan" in found.assumptions[-1]
+    result = choose(space(tower(2)), interrupt)
+    assert result.assumptions[-1].startswith("Interrupted")
+    assert f"{len(result.alternatives) + 1} plan" in result.assumptions[-1]
     assert f"{len(lines)} plan" in lines[-1]
-    assert f"{found.forecast.tokens_per_second_per_rank:,.0f} tokens/s" in lines[-1]
+    assert f"{result.forecast.tokens_per_second_per_rank:,.0f} tokens/s" in lines[-1]
 
 
 def test_interrupted_before_anything_fits_it_stops() -> None:
@@ -262,37 +264,37 @@ def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
         "activation_checkpointing": {"blocks.*": "full", "blocks.0": "auto"},
         "offload": "none",
     }
-    found = choose(space(tower(2, WORDS), choices=Options(**words)))
-    reshard = {unit.name: unit.reshard_after_forward for unit in found.plan.units}
+    result = choose(space(tower(2, WORDS), choices=Options(**words)))
+    reshard = {unit.name: unit.reshard_after_forward for unit in result.plan.units}
     assert reshard == {"": True, "embed": True, "blocks.0": True, "blocks.1": False, "head": True}
-    assert [unit.activation_checkpointing for unit in found.plan.units if unit.kind == "block"] == ["none", "full"]
-    assert found.plan.mixed_precision == MixedPrecision("bfloat16", "float32")
-    assert len(found.alternatives) < 6
+    assert [unit.activation_checkpointing for unit in result.plan.units if unit.kind == "block"] == ["none", "full"]
+    assert result.plan.mixed_precision == MixedPrecision("bfloat16", "float32")
+    assert len(result.alternatives) < 6
 
 
 def test_a_global_batch_is_kept_and_the_largest_microbatch_that_fits_is_best() -> None:
-    asked = space(tower(2), global_batch=32, choices=Options(mixed_precision="bf16"))
-    assert asked.batches() == [(4, 1), (2, 2), (1, 4)]
-    found = choose(asked).forecast
-    assert (found.microbatch, found.accumulation) == (4, 1)
-    assert dataclasses.replace(asked, microbatch=2).batches() == [(2, 2)]
-    assert dataclasses.replace(asked, global_batch=None).batches() == [(1, 1)]
+    request = space(tower(2), global_batch=32, choices=Options(mixed_precision="bf16"))
+    assert request.batches() == [(4, 1), (2, 2), (1, 4)]
+    result = choose(request).forecast
+    assert (result.microbatch, result.accumulation) == (4, 1)
+    assert dataclasses.replace(request, microbatch=2).batches() == [(2, 2)]
+    assert dataclasses.replace(request, global_batch=None).batches() == [(1, 1)]
     for wrong in ({"global_batch": 12}, {"microbatch": 3}, {"accumulation": 3}, {"microbatch": 2, "accumulation": 4}):
         with pytest.raises(ValueError, match=naming("global_batch=", "microbatch", "accumulation", "8 ranks")):
-            choose(dataclasses.replace(asked, **wrong))
+            choose(dataclasses.replace(request, **wrong))
 
 
 @pytest.mark.rest
 def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
-    asked = space(tower(1), ranks=64)
-    assert asked.replicas() == [1, 2, 8]
-    assert dataclasses.replace(asked, replicate=4).replicas() == [4]
+    request = space(tower(1), ranks=64)
+    assert request.replicas() == [1, 2, 8]
+    assert dataclasses.replace(request, replicate=4).replicas() == [4]
     assert space(tower(1)).replicas() == [1]
-    two = dataclasses.replace(asked, ranks=16)
+    two = dataclasses.replace(request, ranks=16)
     assert two.reshard_words(1) == ("never", 8, "always")
     assert two.reshard_words(2) == ("never", "always")
-    found = choose(two)
-    assert found.reasons[0].startswith(("2 replicas of 8 ranks: ", "One replica over 16 ranks: "))
+    result = choose(two)
+    assert result.reasons[0].startswith(("2 replicas of 8 ranks: ", "One replica over 16 ranks: "))
 
 
 # Where nothing fits
@@ -300,31 +302,31 @@ def test_replicas_are_whole_nodes_and_a_node_size_needs_several() -> None:
 
 @pytest.mark.rest
 def test_the_host_is_used_only_where_nothing_else_fits() -> None:
-    asked = space(tower(1))
-    evaluator = Evaluator(asked)
+    request = space(tower(1))
+    evaluator = Evaluator(request)
     least = {way: evaluator.evaluate(evaluator.uniform(Setting(1, 1, 1, way), "always", "full")) for way in OFFLOADS}
     without, on_host = (least[way].peak_reserved_bytes for way in OFFLOADS)
     assert on_host < without
     budget = on_host + MIB
-    found = choose(dataclasses.replace(asked, budget=budget))
-    assert found.plan.offload == "cpu"
-    assert found.reasons[-1].startswith("Offload cpu: ")
-    none = asked.choices.replace(offload="none")
+    result = choose(dataclasses.replace(request, budget=budget))
+    assert result.plan.offload == "cpu"
+    assert result.reasons[-1].startswith("Offload cpu: ")
+    none = request.choices.replace(offload="none")
     with pytest.raises(NothingFits, match='offload="cpu"'):
-        choose(dataclasses.replace(asked, budget=budget, choices=none))
+        choose(dataclasses.replace(request, budget=budget, choices=none))
 
 
-def nothing(asked: Space, budget: int) -> NothingFits:
+def nothing(request: Space, budget: int) -> NothingFits:
     with pytest.raises(NothingFits) as caught:
-        choose(dataclasses.replace(asked, budget=budget))
+        choose(dataclasses.replace(request, budget=budget))
     assert "\n" not in str(caught.value)
     assert not caught.value.study.forecast.fits
     return caught.value
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
-    asked = space(tower(2), microbatch=4, choices=Options(**{**AUTO, "offload": "none"}, mixed_precision="bf16"))
-    refused = nothing(asked, 400 * MIB)
+    request = space(tower(2), microbatch=4, choices=Options(**{**AUTO, "offload": "none"}, mixed_precision="bf16"))
+    refused = nothing(request, 400 * MIB)
     lacks = refused.study.forecast.peak_reserved_bytes - 400 * MIB
     assert f"{size(lacks)} too much" in str(refused)
     # Accumulating would keep whole gradients, so that takes more.
@@ -334,10 +336,10 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
 
 def test_a_word_that_is_fixed_is_the_first_to_give_way() -> None:
     everything = Options(**AUTO, mixed_precision="bf16")
-    asked = space(tower(6), microbatch=4, choices=everything.replace(activation_checkpointing="none"))
-    evaluator = Evaluator(dataclasses.replace(asked, choices=everything))
+    request = space(tower(6), microbatch=4, choices=everything.replace(activation_checkpointing="none"))
+    evaluator = Evaluator(dataclasses.replace(request, choices=everything))
     full = evaluator.evaluate(evaluator.uniform(Setting(1, 4, 1, "none"), "always", "full"))
-    refused = nothing(asked, full.peak_reserved_bytes)
+    refused = nothing(request, full.peak_reserved_bytes)
     assert 'activation_checkpointing="auto"' in str(refused)
 
 

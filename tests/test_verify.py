@@ -59,9 +59,9 @@ def status(report: dict) -> dict[str, str]:
 def test_a_model_with_dropout_and_uneven_parts_holds_on_three_ranks(tmp_path: Path) -> None:
     file, page = tmp_path / "model.py", tmp_path / "page.html"
     file.write_text(MODEL)
-    found = run(f"{file}:make", "--nproc", "3", "--layers", "2", "--json", "--html", str(page))
-    assert found.returncode == 0, found.stdout + found.stderr
-    report = json.loads(found.stdout)
+    result = run(f"{file}:make", "--nproc", "3", "--layers", "2", "--json", "--html", str(page))
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(result.stdout)
     assert report["held"]
     assert set(status(report).values()) == {"held"}
     assert report["setting"]["ranks"] == 3
@@ -96,10 +96,10 @@ def broken():
         return real_save(path, model=model, optimizer=optimizer, **more)
 
     def load(path, *, model, optimizer, **more):
-        found = real_load(path, model=model, optimizer=optimizer, **more)
+        result = real_load(path, model=model, optimizer=optimizer, **more)
         bias = model[4].bias.detach()
         (bias.to_local() if hasattr(bias, "to_local") else bias)[3] += 0.125
-        return found
+        return result
 
     trueshard.shard, trueshard.save, trueshard.load = shard, save, load
     return model, optimizer, batch
@@ -180,9 +180,9 @@ def bugs(tmp_path: Path) -> str:
 
 
 def test_each_thing_that_sharding_saving_and_loading_change_breaks_its_point(bugs: str) -> None:
-    found = run(f"{bugs}:broken", "--json")
-    assert found.returncode == 1, found.stdout + found.stderr
-    report = json.loads(found.stdout)
+    result = run(f"{bugs}:broken", "--json")
+    assert result.returncode == 1, result.stdout + result.stderr
+    report = json.loads(result.stdout)
     points = {each["name"]: each for each in report["points"]}
     assert lacking(points["trainability"]["detail"], "shard()", "'2.linear1.bias'", "False", "True") == []
     assert "'tag'" in points["optimizer membership"]["detail"]
@@ -198,9 +198,9 @@ def test_each_thing_that_sharding_saving_and_loading_change_breaks_its_point(bug
 
 @pytest.mark.rest
 def test_a_rank_that_computes_something_else_is_found_at_its_first_step(bugs: str) -> None:
-    found = run(f"{bugs}:unequal", "--nproc", "2")
-    assert found.returncode == 1, found.stdout + found.stderr
-    lines = {line[8:33].strip(): line for line in found.stdout.splitlines() if line[:6] in ("held  ", "BROKEN")}
+    result = run(f"{bugs}:unequal", "--nproc", "2")
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = {line[8:33].strip(): line for line in result.stdout.splitlines() if line[:6] in ("held  ", "BROKEN")}
     for point in ("losses", "gradients", "parameters", "optimizer state"):
         assert lines[point].startswith("BROKEN")
         assert "step 1" in lines[point]
@@ -210,20 +210,20 @@ def test_a_rank_that_computes_something_else_is_found_at_its_first_step(bugs: st
 
 @pytest.mark.rest
 def test_a_rank_that_fails_or_hangs_is_named_with_the_step(bugs: str) -> None:
-    found = run(f"{bugs}:failing", "--json")
-    report = json.loads(found.stdout)
-    assert found.returncode == 1
+    result = run(f"{bugs}:failing", "--json")
+    report = json.loads(result.stdout)
+    assert result.returncode == 1
     first = report["points"][0]
-    told = ("rank 1, step 1", "backward", "ArithmeticError: no such luck", "bugs.py, line 56")
-    assert lacking(first["detail"], *told) == []
+    messages = ("rank 1, step 1", "backward", "ArithmeticError: no such luck", "bugs.py, line 56")
+    assert lacking(first["detail"], *messages) == []
     assert set(status(report).values()) == {"broken", "not reached"}
     assert "bugs.py" in report["trace"]
 
     for factory, options in (("waiting", ("--timeout", "24")), ("killed", ())):
-        found = run(f"{bugs}:{factory}", *options, "--json")
-        report = json.loads(found.stdout)
+        result = run(f"{bugs}:{factory}", *options, "--json")
+        report = json.loads(result.stdout)
         first = report["points"][0]
-        assert (found.returncode, first["status"]) == (1, "broken")
+        assert (result.returncode, first["status"]) == (1, "broken")
         assert first["detail"].startswith("rank 1")
         if factory == "waiting":
             assert "bugs.py" in report["trace"]  # where it sleeps
@@ -233,9 +233,9 @@ def test_a_rank_that_fails_or_hangs_is_named_with_the_step(bugs: str) -> None:
 
 @pytest.mark.rest
 def test_what_is_wrong_without_sharding_is_one_line_and_no_report(bugs: str) -> None:
-    found = run(f"{bugs}:random_start")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "'weight'" in found.stderr
+    result = run(f"{bugs}:random_start")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "'weight'" in result.stderr
     for arguments, words in (
         (["nothing.toml"], ("'nothing.toml'",)),
         ([f"{bugs}:none"], ("bugs.py", "'none'")),
@@ -250,10 +250,10 @@ def test_what_is_wrong_without_sharding_is_one_line_and_no_report(bugs: str) -> 
         ([f"{bugs}:other_batch"], ("another batch",)),
         ([f"{bugs}:make", "--plan", "nothing.json"], ("plan", "'nothing.json'")),
     ):
-        found = run(*arguments)
-        assert found.returncode == 2, (arguments, found.stdout, found.stderr)
-        assert lacking(found.stderr, *words) == []
-        assert found.stderr.count("\n") == 1, found.stderr
+        result = run(*arguments)
+        assert result.returncode == 2, (arguments, result.stdout, result.stderr)
+        assert lacking(result.stderr, *words) == []
+        assert result.stderr.count("\n") == 1, result.stderr
 
 
 @pytest.mark.rest
@@ -287,8 +287,8 @@ report = trueshard.verify("examples/frozen_vision.toml", nproc=3, steps=2, overr
 assert report.held, report
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
-    found = forks.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
+    result = forks.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -296,13 +296,13 @@ assert report.held, report
 def test_the_page_shows_every_point_and_makes_no_request(tmp_path: Path, browser: chromium.Page) -> None:
     setting = {"name": "<b>", "parameters": 5, "trainable": 5, "optimizers": ["SGD"], "ranks": 2, "device": "cpu"}
     setting |= {"steps": 2, "save_after": 1, "other_ranks": 1, "seconds": 1.0}
-    aparts = (
+    comparisons = (
         Comparison("parameters", 1, "a", 1.0, 0.5, 1e-5),
         Comparison("state", 1, "gone", math.inf, math.inf, 0, "is missing"),
     )
-    points = (point_of("parameters", aparts[:1], ""), point_of("losses", (), "none"))
+    points = (point_of("parameters", comparisons[:1], ""), point_of("losses", (), "none"))
     file = tmp_path / "page.html"
-    write_page(Verified(points, setting, ("a note",), aparts), file)
+    write_page(Verified(points, setting, ("a note",), comparisons), file)
     browser.open(file)
     text = browser.run("document.querySelector('main').innerText")
     assert browser.requests == [file.as_uri()]
@@ -317,9 +317,9 @@ def test_distances_see_one_wrong_row_and_not_what_a_dtype_rounds() -> None:
     expected = torch.randn(500, 8)
     start = expected - 1e-3
     assert distance(expected, expected) == (0.0, 0.0)
-    found = expected.clone()
-    found[7] += 1e-3
-    assert distance(found, expected, start)[1] > 1e-2
+    result = expected.clone()
+    result[7] += 1e-3
+    assert distance(result, expected, start)[1] > 1e-2
     rounded = expected * (1 + 1e-7)
     assert distance(rounded, expected, start)[1] == 0
     assert distance(rounded, expected)[1] > 0
@@ -341,17 +341,17 @@ def test_tolerances_follow_what_rounding_does() -> None:
 
 
 def test_a_broken_point_names_the_first_step_and_the_worst_of_it() -> None:
-    aparts = [
+    comparisons = [
         Comparison("parameters", 2, "late", 5.0, 5.0, 1e-5),
         Comparison("parameters", 1, "less", 0.1, 0.01, 1e-5),
         Comparison("parameters", 1, "more", 0.3, 0.2, 1e-5),
         Comparison("parameters", 1, "fine", 0.0, 0.0, 1e-5),
     ]
-    point = point_of("parameters", aparts, "")
+    point = point_of("parameters", comparisons, "")
     assert (point.status, point.parameter, point.step, point.difference) == ("broken", "more", 1, 0.3)
     assert "2 more" in point.detail
     missing = point_of(
-        "gradients", [*aparts, Comparison("gradients", 1, "gone", math.inf, math.inf, 0, "is missing")], ""
+        "gradients", [*comparisons, Comparison("gradients", 1, "gone", math.inf, math.inf, 0, "is missing")], ""
     )
     assert missing.parameter == "gone"
     report = Verified((point, missing), {"name": "m"}, ())
@@ -377,11 +377,11 @@ def test_structures_tell_each_aspect_apart() -> None:
     model[1].bias.requires_grad_(False)
     model[2].running_mean = model[2].running_mean.double()
     optimizer.param_groups[0]["params"].reverse()
-    found = differences(structure_of(model, [optimizer]), before)
-    assert "'1.weight'" in found["trainability"]
-    assert "'1.weight'" in found["dtypes"]
-    assert "1.weight" in found["ties"]
-    assert lacking(found["membership"], "SGD 0", "group 0", "'0.bias'", "'0.weight'") == []
+    result = differences(structure_of(model, [optimizer]), before)
+    assert "'1.weight'" in result["trainability"]
+    assert "'1.weight'" in result["dtypes"]
+    assert "1.weight" in result["ties"]
+    assert lacking(result["membership"], "SGD 0", "group 0", "'0.bias'", "'0.weight'") == []
 
 
 def _one(made: tuple[nn.Module, torch.optim.Optimizer]) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -394,17 +394,17 @@ def test_what_a_save_could_disturb_is_seen() -> None:
     before = rank_state(model, [optimizer])
     assert changes(before, model, [optimizer]) == []
     torch.rand(1)
-    (told,) = changes(before, model, [optimizer])
-    assert "random state" in told
+    (message,) = changes(before, model, [optimizer])
+    assert "random state" in message
     model.eval()
     model[1].linear1.bias.data[0] += 1
     model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
     optimizer.step()
-    told = changes(before, model, [optimizer])
-    assert any("optimizer state '0: 0.weight: exp_avg'" in words for words in told)
-    assert any("mode of module" in words for words in told)
-    assert any("parameter '1.linear1.bias'" in words for words in told)
-    assert any("the gradient of '0.weight'" in words for words in told)
+    messages = changes(before, model, [optimizer])
+    assert any("optimizer state '0: 0.weight: exp_avg'" in words for words in messages)
+    assert any("mode of module" in words for words in messages)
+    assert any("parameter '1.linear1.bias'" in words for words in messages)
+    assert any("the gradient of '0.weight'" in words for words in messages)
 
 
 def test_a_few_layers_are_kept_of_every_list_and_the_optimizer_forgets_the_rest() -> None:
@@ -452,19 +452,19 @@ def test_everything_that_a_checkpoint_holds_is_spoilt_before_it_is_loaded() -> N
     optimizer.step()
     before = rank_state(model, [optimizer])
     overwrite(model, [optimizer])
-    told = " ".join(changes(before, model, [optimizer]))
+    text = " ".join(changes(before, model, [optimizer]))
     buffers = ("buffer '1.running_mean'", "buffer '1.num_batches_tracked'")
-    assert lacking(told, "parameter '0.weight'", *buffers, "'lr' of", "'betas' of") == []
-    assert "optimizer state '0: 0.bias: exp_avg'" in told
-    assert "'constant'" not in told
+    assert lacking(text, "parameter '0.weight'", *buffers, "'lr' of", "'betas' of") == []
+    assert "optimizer state '0: 0.bias: exp_avg'" in text
+    assert "'constant'" not in text
 
 
 def test_a_batch_beside_the_factory_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "beside.py"
     file.write_text("import torch\nbatch = torch.randn(8, 4)\ndef make():\n    return torch.nn.Linear(4, 4)\n")
-    found = from_file(f"{file}:make")
-    assert isinstance(found, Factory)
-    assert found.parts_of(nn.Linear(4, 4)).batch.shape == (8, 4)
+    result = from_file(f"{file}:make")
+    assert isinstance(result, Factory)
+    assert result.parts_of(nn.Linear(4, 4)).batch.shape == (8, 4)
     file.write_text(file.read_text() + "optimizer = torch.optim.SGD(make().parameters(), lr=0.1)\n")
     with pytest.raises(ValueError, match=naming("another model")):
         from_file(f"{file}:make").parts_of(nn.Linear(4, 4))
