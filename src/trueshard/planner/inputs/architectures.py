@@ -98,14 +98,14 @@ def unknown(words: str, folder: Path) -> str:
     """Return what to do about a model that is neither on disk nor known, in one line; ``folder``: where it would be."""
     name = words.rpartition("/")[2].lower()
     near = difflib.get_close_matches(_untuned(name).removeprefix("meta-"), known(), n=1, cutoff=0.5)
-    known_ones = f"the nearest known architecture is {near[0]} (--help lists all)" if near else f"known are {listed()}"
+    nearby = f"the nearest known architecture is {near[0]} (--help lists all)" if near else f"known are {listed()}"
     if _HUB_NAME.fullmatch(words) and not folder.is_dir():
         return (
             f"{words!r} is not on this machine: the planner needs its config.json alone, no weights "
-            f"(hf download {words} config.json --local-dir {name}; then give {name}); {known_ones}"
+            f"(hf download {words} config.json --local-dir {name}; then give {name}); {nearby}"
         )
     beside = nearest(Path(words).name, [path.name for path in folder.glob("[!.]*")])
     return (
         f"there is no model {words!r}: give a folder with a config.json, that file, file.py:factory, or a known "
-        f"architecture; {known_ones}.{beside}"
+        f"architecture; {nearby}.{beside}"
     )

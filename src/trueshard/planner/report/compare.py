@@ -114,8 +114,8 @@ def _units(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]
 
 def _membership(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> Iterator[str]:
     names = [[entry["name"] for entry in plan[key]] for plan in (first, second)]
-    for word, mine, others in (("first", names[0], names[1]), ("second", names[1], names[0])):
-        for row in collapse([name for name in mine if name not in set(others)], lambda name: name):
+    for word, present, absent in (("first", names[0], names[1]), ("second", names[1], names[0])):
+        for row in collapse([name for name in present if name not in set(absent)], lambda name: name):
             yield f"{row}: only in the {word}"
 
 

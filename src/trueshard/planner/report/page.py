@@ -52,7 +52,7 @@ def _data(study: Study) -> dict[str, Any]:
     forecast = study.forecast
     live = ledger.curve(study.trace)
     peak = ledger.peak(study.trace)
-    mine, *others = summary.every_plan(study)
+    this, *others = summary.every_plan(study)
     figures = summary.figures(forecast)
     return {
         "headline": summary.headline(forecast),
@@ -72,7 +72,7 @@ def _data(study: Study) -> dict[str, Any]:
         "phases": phases(study.timeline),
         "steps": summary.phase_rows(study),
         "steps_title": summary.phases_title(study),
-        "alternatives": [{**mine, "words": "This plan"}, *others],
+        "alternatives": [{**this, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": summary.unit_rows(study),
         "reasons": list(dict.fromkeys(study.reasons)),

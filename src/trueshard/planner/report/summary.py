@@ -46,10 +46,10 @@ def as_json(study: Study) -> dict[str, Any]:
     ``words``, ``on_front`` (no other plan that fits is both faster and smaller) and the forecast's fields.
     """
     uses = ledger.by_unit(study.trace)
-    mine, *others = every_plan(study)
+    this, *others = every_plan(study)
     return {
         **dataclasses.asdict(study.forecast),
-        "on_front": mine["on_front"],
+        "on_front": this["on_front"],
         "units": [
             {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units

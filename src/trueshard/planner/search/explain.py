@@ -244,28 +244,28 @@ def _choices(evaluator: Evaluator, candidate: Candidate) -> dict[str, str]:
 def _sentence(evaluator: Evaluator, best: Candidate, texts: Mapping[Candidate, Mapping[str, str]], choice: str) -> str:
     """Compare the best candidate with others in one choice: one that is faster but lacks memory, and the next best."""
     others = [other for other in texts if texts[other][choice] != texts[best][choice]]
-    alone = [other for other in others if sum(texts[other][key] != texts[best][key] for key in texts[best]) == 1]
-    mine, expected = evaluator.expected(best), {other: evaluator.expected(other) for other in alone or others}
+    only_here = [other for other in others if sum(texts[other][key] != texts[best][key] for key in texts[best]) == 1]
+    chosen, expected = evaluator.expected(best), {other: evaluator.expected(other) for other in only_here or others}
 
     def name(other: Candidate) -> str:
         """Return its choice; where none differs in this alone, it differs in others, too."""
-        return texts[other][choice] if alone else f"another plan ({texts[other][choice]})"
+        return texts[other][choice] if only_here else f"another plan ({texts[other][choice]})"
 
     def figure(other: Candidate, text: str) -> str:
         return text if expected[other].is_exact else f"about {text}"
 
     fitting = [other for other in expected if expected[other].excess <= 0]
     lacking = [other for other in expected if expected[other].excess > 0]
-    faster = [other for other in lacking if expected[other].cost < mine.cost]
+    faster = [other for other in lacking if expected[other].cost < chosen.cost]
     clauses = []
     if faster or (lacking and not fitting):
         other = min(faster or lacking, key=lambda other: expected[other].excess)
         lack = f"lacks {figure(other, size(int(expected[other].excess)))}"
-        gain = figure(other, f"{mine.cost / expected[other].cost - 1:.1%}")
+        gain = figure(other, f"{chosen.cost / expected[other].cost - 1:.1%}")
         clauses.append(f"{name(other)} {f'would be {gain} faster but ' if faster else ''}{lack}")
     if fitting:
         other = min(fitting, key=lambda other: (expected[other].cost, expected[other].reserved))
-        loss, more = 1 - mine.cost / expected[other].cost, int(expected[other].reserved - mine.reserved)
+        loss, more = 1 - chosen.cost / expected[other].cost, int(expected[other].reserved - chosen.reserved)
         memory = f" and takes {figure(other, size(abs(more)))} {'more' if more > 0 else 'less'}" if more else ""
         slower = f"{figure(other, f'{loss:.1%}')} slower"
         clauses.append(f"{name(other)} is {slower if loss >= 0.0005 else f'hardly slower{memory}'}")

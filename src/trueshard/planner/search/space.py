@@ -167,4 +167,4 @@ class Candidate:
 
     def differing(self, other: Candidate) -> list[int]:
         """Return the positions of units whose values differ in another candidate of the same units."""
-        return [i for i, (mine, theirs) in enumerate(zip(self.values, other.values, strict=True)) if mine != theirs]
+        return [i for i, pair in enumerate(zip(self.values, other.values, strict=True)) if pair[0] != pair[1]]
