@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+import trueshard
 from fake_vllm import MODES, FakeVLLM
 from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
-from test_rl_rollouts import run
+from test_rl_rollouts import model_of, records, reward, run, tokenizer
 from trueshard.errors import UserError
+from trueshard.train.config import EvaluationSection
+from trueshard.train.rl.run import Evaluation
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine
 
@@ -251,6 +254,22 @@ def test_a_run_on_a_server_trains_on_its_answers(ranks2: Ranks, tmp_path: Path, 
     assert found["samples"] == other["samples"]
     assert [each["weights_version"] for each in found["measures"]] == [0, 1, 2]
     assert all(each["mismatch_max"] < 1e-4 for each in found["measures"])
+
+
+def test_an_evaluation_leaves_the_measures_of_the_answers_made_ahead(tmp_path: Path, server: FakeVLLM) -> None:
+    """It waits for these answers; what they took is in the line of the step that uses them."""
+    model = model_of()
+    trueshard.shard(model)
+    section = {"engine": "vllm", "url": server.url, "timeout": 30.0, "tokens": 4, "ahead": 1}
+    rollouts = trueshard.rl.Rollouts(
+        model, tokenizer(), records(), reward, batch_size=4, rl={"samples": 4}, rollout=section, folder=tmp_path
+    )
+    next(rollouts)
+    measured = Evaluation(rollouts, records(), EvaluationSection(samples=2, temperature=1.0))()
+    assert measured["count"] == 2
+    assert rollouts.sampler.seconds["generate"] > 0
+    assert rollouts.sampler.seconds["sync"] == 0.0
+    rollouts.close()
 
 
 @pytest.mark.rest

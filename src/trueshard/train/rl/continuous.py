@@ -11,10 +11,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
-from trueshard.distributed import device_of
 from trueshard.errors import UserError
-from trueshard.model import names
-from trueshard.sharding.engine import sharded
-from trueshard.sharding.gathering import GatheredCopy
-from trueshard.train.rl.engine import Draw, alone, probe_bound, probes
+from trueshard.train.rl.engine import Draw, TransformersEngine, probe_bound, probes, scores_of
 from trueshard.train.rl.ranks import divided, on_every_rank
 from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
@@ -46,7 +40,7 @@ TOKENS = 512
 """Tokens of a forward, at most, if more are waiting than there are requests."""
 
 
-class ContinuousEngine:
+class ContinuousEngine(TransformersEngine):
     """Generates on a gathered copy of the model, each rank its own requests; see the file's docstring."""
 
     def __init__(
@@ -57,31 +51,20 @@ class ContinuousEngine:
         *,
         batch: int = 64,  # requests that are under way at a time
     ) -> None:
-        self._encoder, self._ends, self._batch = encoder, frozenset(ends), batch
-        self._device = device_of(sharded(model).mesh)
-        self._copy = GatheredCopy(model)
-        self._kind = type(names.unwrap(self._copy.module)).__name__
+        super().__init__(model, encoder, ends, copy="gathered", batch=batch)
         bound = probe_bound(model)
         on_every_rank(lambda: self._try(bound))
 
-    def update(self, version: int) -> None:
-        """Take over the weights of the model. Collective."""
-        self._copy.update()
-
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Continue each request; the same requests and answers on every rank. Collective."""
-        return divided(requests, lambda own: self._answers(own, sampling))
-
-    def close(self) -> None:
-        """Free the copy."""
-        self._copy.close()
+        return divided(requests, lambda part: self._answers(part, sampling))
 
     def _answers(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         if not requests:
             return []
         draw = Draw(requests, sampling, self._ends, self._encoder)
         on_gpu = self._device.type == "cuda"
-        with _quick_collections(), torch.random.fork_rng([self._device] if on_gpu else []):
+        with torch.random.fork_rng([self._device] if on_gpu else []):
             manager = self._manager(requests, draw)
             manager.warmup()  # makes the cache, and raises here what is wrong with it
             for number, request in enumerate(requests):
@@ -103,7 +86,6 @@ class ContinuousEngine:
 
     def _manager(self, requests: Sequence[Request], draw: Draw) -> Any:
         """Return a manager with room for so many requests that are as long, without them."""
-        root: Any = names.unwrap(self._copy.module)
         rows = min(self._batch, len(requests))
         longest = max(len(request.ids) + request.most for request in requests)
         config = ContinuousBatchingConfig(
@@ -118,7 +100,7 @@ class ContinuousEngine:
             disable_nccl_graph_mixing=False,
         )
         settings = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=sorted(self._ends) or -1)
-        manager = root.init_continuous_batching(settings, config)
+        manager = self._root.init_continuous_batching(settings, config)
         processor = _Seeded(draw, min(self._ends, default=None))
         manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([processor]))
         manager.logit_processor.tensors_required = 1
@@ -126,6 +108,7 @@ class ContinuousEngine:
 
     def _try(self, bound: float) -> None:
         """Raise `UserError` if log-probabilities with pages are not those without, within ``bound``, in nats."""
+        kind = type(self._root).__name__
         texts = [text[: 8 + number] for number, text in enumerate(probes(len(self._encoder.tokenizer)))]
         requests = [Request((0, 0, number), text, most=4) for number, text in enumerate(texts)]
         logger = logging.getLogger("ContinuousBatchingLogger")
@@ -135,40 +118,27 @@ class ContinuousEngine:
         except Exception as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(
-                f"rollout.continuous: transformers cannot batch a {self._kind} continuously ({reason}); remove it"
+                f"rollout.continuous: transformers cannot batch a {kind} continuously ({reason}); remove it"
             ) from error
         finally:
             logger.disabled = before
         difference = max(self._difference(text, answer) for text, answer in zip(texts, answers, strict=True))
         if not difference <= bound:
             raise UserError(
-                f"rollout.continuous: a {self._kind} computes other log-probabilities in continuous batching, by "
+                f"rollout.continuous: a {kind} computes other log-probabilities in continuous batching, by "
                 f"{difference:.2g}; remove it"
             )
 
     @torch.no_grad()
     def _difference(self, text: list[int], answer: Answer) -> float:
         ids = torch.tensor([text + answer.ids], device=self._device)
-        logs = self._copy.module(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(1)
-        wanted = logs.gather(1, ids[0, 1:, None])[len(text) - 1 :, 0]
-        return float((wanted - torch.tensor(answer.logprobs, device=self._device)).abs().max())
-
-
-@contextlib.contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Keep what exists now out of garbage collections: a manager asks for two whole ones as it ends."""
-    if gc.get_freeze_count():  # the user's, who would lose it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+        logs = self._root(input_ids=ids[:, :-1], use_cache=False).logits[0].float().log_softmax(1)
+        logprobs = logs.gather(1, ids[0, 1:, None])[len(text) - 1 :, 0]
+        return float((logprobs - torch.tensor(answer.logprobs, device=self._device)).abs().max())
 
 
 class _Seeded(ContinuousBatchingLogitsProcessor):
-    """Draws with the random numbers of the samples. Requests are known by their numbers."""
+    """Draws with the random numbers of the samples; the ids of requests are the numbers of their rows in ``draw``."""
 
     def __init__(self, draw: Draw, end: int | None) -> None:
         self.supported_kwargs, self.ignored_kwargs = {}, ()
@@ -176,13 +146,14 @@ class _Seeded(ContinuousBatchingLogitsProcessor):
         self._end = end
         """A token that ends an answer; stands for the drawn one where the answer ends for another reason."""
         self._rows = np.zeros(0, dtype=np.int64)
+        """Rows of ``draw`` whose tokens are drawn next: transformers tells them before it calls."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         """Note whose tokens are drawn next. No tensor is needed."""
-        self._rows = np.array([int(each.state.request_id) for each in requests_with_new_token], dtype=np.int64)
+        self._rows = np.array([int(request.state.request_id) for request in requests_with_new_token], dtype=np.int64)
         return torch.empty(0, dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
@@ -194,4 +165,4 @@ class _Seeded(ContinuousBatchingLogitsProcessor):
         if self._end is not None:
             ended = torch.from_numpy(self._draw.done[self._rows]).to(tokens.device)
             tokens = tokens.masked_fill(ended, self._end)
-        return torch.cat([alone(scores[:count], tokens), scores[count:]])
+        return torch.cat([scores_of(tokens, like=scores[:count]), scores[count:]])

@@ -64,6 +64,8 @@ class TransformersEngine:
         self._device = device_of(sharded(model).mesh)
         self._kept = copy == "kept"
         self._copy: GatheredCopy | None = GatheredCopy(model) if copy == "gathered" else None
+        self._root: Any = names.unwrap(model if self._copy is None else self._copy.module)
+        """The model to generate on."""
 
     def update(self, version: int) -> None:
         """Take over the weights of the model. Collective."""
@@ -81,8 +83,8 @@ class TransformersEngine:
         together = self._copy is None and ranks > 1
         if together:  # all ranks take part in each forward, so they generate equally many pieces
             pieces += [pieces[-1]] * (-len(pieces) % ranks)
-        with self._generating() as model:
-            answers = divided(pieces, lambda mine: [self._piece(model, piece, sampling, together) for piece in mine])
+        with self._generating():
+            answers = divided(pieces, lambda part: [self._piece(piece, sampling, together) for piece in part])
         return list(itertools.chain.from_iterable(answers))[: len(requests)]
 
     def close(self) -> None:
@@ -91,9 +93,9 @@ class TransformersEngine:
             self._copy.close()
 
     @contextlib.contextmanager
-    def _generating(self) -> Iterator[Any]:
-        """Give the model to generate on, in evaluation mode and without generation settings of its own."""
-        root: Any = names.unwrap(self._model if self._copy is None else self._copy.module)
+    def _generating(self) -> Iterator[None]:
+        """Put the model into evaluation mode, and set its own generation settings aside."""
+        root = self._root
         training, settings = root.training, root.generation_config
         policy = sharded(self._model).plan.reshard_after_forward
         if training:
@@ -103,7 +105,7 @@ class TransformersEngine:
             set_reshard_after_forward(self._model, "never")
         try:
             with torch.no_grad():
-                yield root
+                yield
         finally:
             root.generation_config = settings
             if self._kept:
@@ -111,7 +113,7 @@ class TransformersEngine:
             if training:
                 root.train()
 
-    def _piece(self, model: Any, requests: list[Request], sampling: Sampling, together: bool) -> list[Answer]:
+    def _piece(self, requests: list[Request], sampling: Sampling, together: bool) -> list[Answer]:
         width = max(len(request.ids) for request in requests)
         ids = torch.full((len(requests), width), self._pad, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -122,7 +124,7 @@ class TransformersEngine:
         if self._encoder.has_images:
             inputs |= self._encoder.images([request.messages or [] for request in requests], width)
         draw = Draw(requests, sampling, self._ends, self._encoder)
-        model.generate(
+        self._root.generate(
             **{key: value.to(self._device) for key, value in inputs.items()},
             generation_config=GenerationConfig(
                 max_new_tokens=max(request.most for request in requests),
@@ -246,7 +248,7 @@ class Draw(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
-        return alone(scores, self.draw(self._all, scores))
+        return scores_of(self.draw(self._all, scores), like=scores)
 
     def draw(
         self,
@@ -308,12 +310,12 @@ class EndOfAnswers(StoppingCriteria):
         return torch.from_numpy(self._draw.done.copy()).to(input_ids.device)
 
 
-def alone(
-    scores: torch.Tensor,  # [rows, vocabulary]
+def scores_of(
     tokens: torch.Tensor,  # [rows]
+    like: torch.Tensor,  # [rows, vocabulary]
 ) -> torch.Tensor:
-    """Return scores of which those of ``tokens`` alone are finite: who takes the likeliest token takes these."""
-    return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+    """Return scores of which only those of ``tokens`` are finite, so that transformers' greedy choice is these."""
+    return torch.full_like(like, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
 def drawn(

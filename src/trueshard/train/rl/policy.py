@@ -111,63 +111,76 @@ class PolicyLoss:
         mask = targets.ne(IGNORED).flatten()
         chosen = targets.flatten()[mask]
 
-        def compute(head: nn.Module | None, own: Forward, hidden: torch.Tensor) -> torch.Tensor:
-            wide = getattr(head, "out_features", None)
-            if wide is not None and len(chosen) * wide <= FEW:
-                return self._piece(None, own, hidden[mask], chosen)
-            rows = -(-len(chosen) // PIECES) or 1
-            pieces = zip(hidden[mask].split(rows), chosen.split(rows), strict=True)
-            return torch.cat([self._piece(head, own, some, wanted) for some, wanted in pieces])
+        def compute(head: nn.Module | None, forward: Forward, hidden: torch.Tensor) -> torch.Tensor:
+            def piece(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+                return self._of_logits(forward(rows), tokens)
+
+            hidden, width = hidden[mask], getattr(head, "out_features", None)
+            if width is not None and len(chosen) * width <= FEW:
+                return piece(hidden, chosen)
+            size = -(-len(chosen) // PIECES) or 1
+            pieces = zip(hidden.split(size), chosen.split(size), strict=True)
+            if head is None or not torch.is_grad_enabled():  # there is nothing to save by computing it again
+                return torch.cat([piece(*rows_and_tokens) for rows_and_tokens in pieces])
+            return torch.cat([checkpoint(piece, *rows_and_tokens, use_reentrant=False) for rows_and_tokens in pieces])
 
         with without_dropout(model):
-            found = self._rows_of(model, inputs, targets.shape, compute).view(-1, 2)
+            result = self._rows_of(model, inputs, targets.shape, compute).view(-1, 2)
         places = mask.nonzero().flatten()
-        spread = found.new_zeros(targets.numel(), 2).index_copy(0, places, found)
+        spread = result.new_zeros(targets.numel(), 2).index_copy(0, places, result)
         return spread[:, 0].view(targets.shape), spread[:, 1].detach().view(targets.shape)
 
-    def _piece(
-        self, head: nn.Module | None, own: Forward, some: torch.Tensor, wanted: torch.Tensor
-    ) -> torch.Tensor:  # [some rows, 2]
-        def both(some: torch.Tensor) -> torch.Tensor:
-            logits = own(some)
-            wide = logits if logits.dtype == torch.float64 else logits.float()
-            if self.never:
-                wide = wide.index_fill(1, torch.tensor(self.never, device=wide.device), -torch.inf)
-            logs = (wide / self.temperature).log_softmax(1)
-            with torch.no_grad():
-                entropy = torch.special.entr(logs.exp()).sum(1)
-            return torch.stack([logs.gather(1, wanted[:, None])[:, 0], entropy], 1)
-
-        if head is None or not torch.is_grad_enabled():
-            return both(some)
-        result: torch.Tensor = checkpoint(both, some, use_reentrant=False)
-        return result
+    def _of_logits(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of each token and the entropy: [rows, vocabulary], [rows] → [rows, 2]."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.never:
+            logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -torch.inf)
+        logprobs = (logits / self.temperature).log_softmax(1)
+        with torch.no_grad():
+            entropy = torch.special.entr(logprobs.exp()).sum(1)
+        return torch.stack([logprobs.gather(1, tokens[:, None])[:, 0], entropy], 1)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a microbatch, 0-dim. Collective if sharded."""
-        logs, entropy = self.logprobs(model, batch)
-        mask = batch["targets"].ne(IGNORED)
-        now = batch.get("old_logprobs", logs.detach())
-        advantages = batch["advantages"].to(logs.dtype)[:, None]
-        engine = batch.get("engine_logprobs")
-        old = engine if self.off_policy and engine is not None and "old_logprobs" not in batch else now
-        inputs = LossInputs(logs, old, engine, advantages, mask, self.clip, self.dual_clip, self.soft)
+        trainer_logprobs, entropy = self.logprobs(model, batch)
+        loss_mask = batch["targets"].ne(IGNORED)
+        before_update = batch.get("old_logprobs", trainer_logprobs.detach())
+        advantages = batch["advantages"].to(trainer_logprobs.dtype)[:, None]
+        inference_logprobs = batch.get("engine_logprobs")
+        old_logprobs = before_update
+        if self.off_policy and inference_logprobs is not None and "old_logprobs" not in batch:
+            old_logprobs = inference_logprobs
+        inputs = LossInputs(
+            trainer_logprobs,
+            old_logprobs,
+            inference_logprobs,
+            advantages,
+            loss_mask,
+            self.clip,
+            self.dual_clip,
+            self.soft,
+        )
         outputs = self._token_loss(inputs)
-        each = outputs.loss
-        if engine is not None and self.correction != "none":
-            each = each * self._weights(old - engine, mask)
+        loss, measures = outputs.loss, self._measures_of(inputs, outputs.ratio, entropy)
+        if inference_logprobs is not None:
+            if self.correction != "none":
+                loss = loss * self._weights(old_logprobs - inference_logprobs, loss_mask)
+            mismatch = before_update - inference_logprobs  # also where the loss compares with the engine itself
+            measures |= {"mismatch": mismatch.abs(), "mismatch_max": mismatch.abs()}
+            measures["mismatch_k3"] = estimates(-mismatch, "k3")
         if "reference_logprobs" in batch:
-            divergence = estimates(logs - batch["reference_logprobs"], self.kl_estimator)
-            each = each + self.kl * divergence if self.kl else each
-            self._add("kl_reference", divergence, mask)
+            divergence = estimates(trainer_logprobs - batch["reference_logprobs"], self.kl_estimator)
+            loss = loss + self.kl * divergence if self.kl else loss
+            measures["kl_reference"] = divergence
         if torch.is_grad_enabled():
-            self._measure(inputs, outputs.ratio, entropy)
-            if engine is not None:
-                self._compare(now - engine, mask)
-        each = torch.where(mask, each, 0.0)
+            self.kept.append(trainer_logprobs.detach())
+            for key, values in measures.items():
+                values = torch.where(loss_mask, values.detach().double(), 0.0)
+                self._parts.setdefault(key, []).append(values.max() if key in MAXIMA else values.sum())
+        loss = torch.where(loss_mask, loss, 0.0)
         if self.average == "sequence":
-            return (each.sum(1) / mask.sum(1).clamp(min=1)).sum()
-        return each.sum()
+            return (loss.sum(1) / loss_mask.sum(1).clamp(min=1)).sum()
+        return loss.sum()
 
     def _token_loss(self, inputs: LossInputs) -> LossOutputs:
         if isinstance(self.loss, str):
@@ -175,9 +188,9 @@ class PolicyLoss:
         arguments = inputs.trainer_logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask
         return LossOutputs(self.loss(*arguments), token_ratio(inputs))
 
-    def _weights(self, difference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _weights(self, difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
         """Return the weights of the correction, [rows, length], for log π_old - log of the engine's probability."""
-        difference = torch.where(mask, difference, 0.0).detach()
+        difference = torch.where(loss_mask, difference, 0.0).detach()
         if self.correction == "sequence_mask":
             difference = difference.sum(1, keepdim=True)
         weights = difference.clamp(-LIMIT, LIMIT).exp()
@@ -188,26 +201,17 @@ class PolicyLoss:
 
     # What is measured
 
-    @torch.no_grad()
-    def _measure(self, inputs: LossInputs, ratio: torch.Tensor, entropy: torch.Tensor) -> None:
-        logprobs, advantages, mask = inputs.trainer_logprobs.detach(), inputs.advantages, inputs.loss_mask
-        low, high = self.clip
-        self._add("tokens", torch.ones_like(logprobs), mask)
-        self._add("entropy", entropy, mask)
-        self._add("clipped_low", ((ratio < 1 - low) & (advantages < 0)).to(logprobs.dtype), mask)
-        self._add("clipped_high", ((ratio > 1 + high) & (advantages > 0)).to(logprobs.dtype), mask)
-        self._add("ratio_max", ratio, mask)
-        self.kept.append(logprobs)
-
-    def _compare(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
-        """Measure the mismatch, of log-probabilities: the trainer's - the engine's."""
-        self._add("mismatch", difference.abs(), mask)
-        self._add("mismatch_max", difference.abs(), mask)
-        self._add("mismatch_k3", estimates(-difference, "k3"), mask)
-
-    def _add(self, key: str, each: torch.Tensor, mask: torch.Tensor) -> None:
-        values = torch.where(mask, each.detach().double(), 0.0)
-        self._parts.setdefault(key, []).append(values.max() if key in MAXIMA else values.sum())
+    def _measures_of(
+        self, inputs: LossInputs, ratio: torch.Tensor, entropy: torch.Tensor
+    ) -> dict[str, torch.Tensor]:  # (rows, length) each, or (rows, 1)
+        ratio, advantages, (low, high) = ratio.detach(), inputs.advantages, self.clip
+        return {
+            "tokens": torch.ones_like(entropy),
+            "entropy": entropy,
+            "clipped_low": (ratio < 1 - low) & (advantages < 0),
+            "clipped_high": (ratio > 1 + high) & (advantages > 0),
+            "ratio_max": ratio,
+        }
 
     def measures(self) -> dict[str, float]:
         """Return means over the target tokens since the last call, and maxima; begin anew. Collective.
@@ -215,14 +219,14 @@ class PolicyLoss:
         ``entropy`` and ``kl_reference`` in nats, ``clipped_low`` and ``clipped_high`` as fractions, ``ratio_max``;
         ``mismatch_mean`` and ``mismatch_max`` of |log π_old - log of the engine's probability|, ``mismatch_k3``.
         """
-        own: dict[str, list[float]] = {key: torch.stack(parts).tolist() for key, parts in self._parts.items()}
+        local: dict[str, list[float]] = {key: torch.stack(parts).tolist() for key, parts in self._parts.items()}
         self.forget()
-        every = on_every_rank(lambda: own)
-        found = {key: [value for part in every for value in part.get(key, ())] for key in own}
-        tokens = max(1.0, _sum(found.pop("tokens", [])))
+        ranks = on_every_rank(lambda: local)
+        parts = {key: [value for rank in ranks for value in rank.get(key, ())] for key in local}
+        tokens = max(1.0, _sum(parts.pop("tokens", [])))
         return {
             "mismatch_mean" if key == "mismatch" else key: _largest(values) if key in MAXIMA else _sum(values) / tokens
-            for key, values in found.items()
+            for key, values in parts.items()
         }
 
     def forget(self) -> None:

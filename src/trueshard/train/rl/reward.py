@@ -51,8 +51,9 @@ class _Episode:
     about: str
     """The sample, in words."""
     place: int
-    """Number of the process."""
+    """Number of the process in which the generator lives."""
     answers: list[str] = field(default_factory=list)
+    """The model's, all of them: where that process had to be ended, another one plays the episode again."""
 
 
 class Rewards:
@@ -66,7 +67,9 @@ class Rewards:
         self._labels = _labels(self._functions)
         self._processes = Processes(section.processes, self._functions, section.arguments, section.seconds)
         self._episodes: dict[Name, _Episode] = {}
+        """Those that wait for an answer."""
         self._begun = 0
+        """Episodes begun so far: each goes to the next process."""
 
     @property
     def turns(self) -> bool:
@@ -165,13 +168,8 @@ class Rewards:
         Raises:
             UserError: an episode raises when it is closed.
         """
-        dropped = [(_key(name), self._episodes.pop(name)) for name in names if name in self._episodes]
-        live = [(key, episode) for key, episode in dropped if self._processes.is_live(episode.place)]
-        self._run(
-            [{"drop": [key]} for key, _ in live],
-            [[episode.about] for _, episode in live],
-            [episode.place for _, episode in live],
-        )
+        dropped = {_key(name): self._episodes.pop(name) for name in names if name in self._episodes}
+        self._run_episodes([{"drop": key} for key in dropped], list(dropped.values()))
 
     def close(self) -> None:
         """End the processes."""
@@ -184,15 +182,17 @@ class Rewards:
             {"episode": _key(name), "record": episode.record, "answers": episode.answers}
             for name, episode in zip(names, episodes, strict=True)
         ]
-        about, places = [[episode.about] for episode in episodes], [episode.place for episode in episodes]
         turns: list[Turn] = []
-        for name, answer in zip(names, self._run(requests, about, places), strict=True):
+        for name, answer in zip(names, self._run_episodes(requests, episodes), strict=True):
             if "messages" in answer:
                 turns.append(answer["messages"])
             else:
                 del self._episodes[name]
                 turns.append(self._sum([None if "slow" in answer else answer["rewards"][0]]))
         return turns
+
+    def _run_episodes(self, requests: Sequence[Message], episodes: Sequence[_Episode]) -> list[Message]:
+        return self._run(requests, [[episode.about] for episode in episodes], [episode.place for episode in episodes])
 
     def _sum(self, rewards: Sequence[tuple[float, dict[str, float]] | None]) -> Reward:
         if None in rewards:

@@ -13,7 +13,7 @@ The first message to a process is [functions, arguments], answered by ``{"forms"
 - ``{"function", "inputs": [[record, sample], …]}``: call a function; ``{"rewards": [[reward, parts], …]}``;
 - ``{"episode", "record", "answers"}``: take an episode to its next turn; ``{"messages"}``, or ``{"rewards"}`` of one.
   An episode that is not live in the process is begun and given all its answers again;
-- ``{"drop": [episode, …]}``: close episodes; ``{}``.
+- ``{"drop": episode}``: close an episode, if it is live; ``{}``.
 
 An answer ``{"error", "at"}`` says what went wrong, and for which of the inputs (null: for all). ``{"slow"}`` stands for
 the answer of a process that took too long.
@@ -26,12 +26,9 @@ import faulthandler
 import json
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
-import threading
-import time
 import weakref
 import zlib
 from collections import deque
@@ -42,7 +39,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.launching import how, python_command
+from trueshard.launching import end_with_parent, how, python_command
 from trueshard.train.rl.reward_functions import Function, Wrong, load, messages_of, reward_of, rewards_of
 from trueshard.train.rl.samples import Sample
 
@@ -52,7 +49,7 @@ Episode = Generator[Any, str | None, Any]
 LOADING = 600.0
 """Seconds that a process has to import the files of its functions."""
 _GRACE = 1.0
-"""Seconds that an idle process has to end by itself, and that a function may go on after the caller has gone."""
+"""Seconds that an idle process has to end by itself."""
 
 
 class Processes:
@@ -64,10 +61,6 @@ class Processes:
 
     def __len__(self) -> int:
         return len(self._processes)
-
-    def is_live(self, place: int) -> bool:
-        """True if the process has been started, and not been killed."""
-        return self._processes[place].is_live
 
     def load(self) -> list[str]:
         """Return the form of each function. Raises `UserError` if one cannot be loaded."""
@@ -124,13 +117,9 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._episodes: set[str] = set()
-        """Episodes that this process has begun."""
+        """Episodes that this process has begun, and so need no time to be played again."""
         self.forms: list[str] = []
         """Form of each function, once they have been loaded."""
-
-    @property
-    def is_live(self) -> bool:
-        return self._process is not None
 
     def start(self) -> None:
         """Start the process, unless it runs. Raises `UserError` if a function cannot be loaded."""
@@ -248,7 +237,7 @@ def _plain(value: Any) -> Any:
 def serve(descriptor: int) -> None:
     """Answer one caller until it closes its end of the connection."""
     connection = Connection(descriptor)
-    threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
+    end_with_parent(lambda: os.killpg(os.getpid(), signal.SIGKILL))  # with all that functions have started
 
     def reply(answer: Message) -> None:
         connection.send_bytes(json.dumps(answer).encode())
@@ -271,15 +260,6 @@ def serve(descriptor: int) -> None:
             reply(answer)
 
 
-def _watch(descriptor: int) -> None:
-    """End the process, whatever it does, when the caller has gone."""
-    gone = select.poll()
-    gone.register(descriptor, 0)  # the other end's closing is always reported
-    gone.poll()
-    time.sleep(_GRACE)  # in which a process that waits for requests ends by itself
-    os.killpg(os.getpid(), signal.SIGKILL)
-
-
 class _Worker:
     """The functions, and the episodes that are live."""
 
@@ -291,8 +271,7 @@ class _Worker:
         """Return the answer to a request."""
         try:
             if "drop" in request:
-                for name in request["drop"]:
-                    self._close(name)
+                self._close(request["drop"])
                 return {}
             if "episode" in request:
                 return self._turn(request["episode"], request["record"], request["answers"])

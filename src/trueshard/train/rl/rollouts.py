@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, po
 from trueshard.train.rl.policy_losses import advantages, is_equal, too_long
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
-from trueshard.train.rl.sampler import Asked, PromptEncoder, Prompts, Sampler
+from trueshard.train.rl.sampler import Asked, PromptEncoder, Prompts, Sampler, means
 from trueshard.train.rl.samples import Sample, Sampling
 
 _LISTS = {
@@ -197,11 +196,13 @@ class Rollouts:
         self.measures = {}
         if not self._left:
             self.settle()
-            self.current = self._ahead or self._complete(self._begin(self.step))
+            self.sampler.update(self.step - 1)
+            self.current = self._ahead or self._complete(self._ask(self._groups, self.step))
             self._ahead = None
             if self.rollout.ahead:
-                self._begun = self._begin(self.step + self.rl.updates, background=self.sampler.in_background)
-                if self._begun.started is None:
+                background = self.sampler.in_background
+                self._begun = self._ask(self._groups, self.step + self.rl.updates, background=background)
+                if not background:
                     self.settle()
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)
             self.measures |= self._measured(self.current)
@@ -216,14 +217,13 @@ class Rollouts:
             begun, self._begun = self._begun, None
             self._ahead = self._complete(begun)
 
-    def _begin(self, step: int, *, background: bool = False) -> Asked:
-        """Choose the prompts of a rollout; with ``background``, let the engine begin."""
-        version = self.step - 1
-        self.sampler.update(version)
-        return self._ask(self._groups, [], step, version, background=background)
-
     def _ask(
-        self, groups: int, earlier: Sequence[Sample], step: int, version: int, *, background: bool = False
+        self,
+        groups: int,
+        step: int,  # of which they are samples
+        earlier: Sequence[Sample] = (),  # of the same rollout
+        *,
+        background: bool = False,  # the engine begins at once
     ) -> Asked:
         """Ask the next prompts, each once a sample; one that comes again in a rollout gets further samples."""
         seen, prompts = Counter(sample.prompt for sample in earlier), []
@@ -232,17 +232,16 @@ class Rollouts:
             prompts += [(prompt, seen[number] + sample) for sample in range(self.rl.samples)]
             seen[number] += self.rl.samples
         self.consumed += groups
-        return self.sampler.ask(prompts, step, version, self.sampling, background=background)
+        return self.sampler.ask(prompts, step, self.sampling, background=background)
 
     def _complete(self, asked: Asked) -> Rollout:
         """Answer the prompts, replace groups of equal rewards, and compute what the loss needs."""
         count, skips = self.rl.samples, self.rl.skip_equal
-        step, version = asked.samples[0].step, asked.samples[0].weights_version
-        rollout, kept = Rollout(step), 0
+        rollout, kept = Rollout(asked.samples[0].step), 0
         for number in range(1 + (self.rl.refill if skips else 0)):
             if number:
                 missing = self._groups - kept
-                asked = self._ask(missing, rollout.samples, step, version)
+                asked = self._ask(missing, rollout.step, rollout.samples)
                 rollout.refilled += missing
             samples = self._answer(asked)
             rewards = np.array([sample.reward for sample in samples]).reshape(-1, count)
@@ -254,12 +253,13 @@ class Rollouts:
             kept = sum(sample.used for sample in rollout.samples) // count
             if kept == self._groups:
                 break
-        for group in _groups(rollout.samples, count):  # equal ones, where a step would have no group else
-            if kept < self.rl.updates and not group[0].used:
+        for begin in range(0, len(rollout.samples), count):  # equal ones, where a step would have no group else
+            if kept < self.rl.updates and not rollout.samples[begin].used:
                 kept += 1
-                for sample in group:
+                for sample in rollout.samples[begin : begin + count]:
                     sample.used = True
-        self._score(rollout)
+        with self.sampler.timed("score"):
+            self._score(rollout)
         self._weigh(rollout)
         return rollout
 
@@ -274,7 +274,6 @@ class Rollouts:
 
     def _score(self, rollout: Rollout) -> None:
         """Compute the log-probabilities that the loss compares with, in the microbatches of the steps to come."""
-        began = time.perf_counter()
         in_reward = self.rl.kl > 0 and self.rl.kl_place == "reward"
         is_late = rollout.step > self.step and not self.sampler.in_background
         for minibatch in rollout.minibatches(self.rl.updates, self.rl.samples):
@@ -286,13 +285,16 @@ class Rollouts:
                     reference = self._logprobs(self.reference or self.model, minibatch)
                 for place, logprobs in reference.items():
                     minibatch[place].reference_logprobs = logprobs
-        self.sampler.seconds["score"] += time.perf_counter() - began
 
     @torch.no_grad()
     def _logprobs(self, model: nn.Module, minibatch: list[Sample]) -> dict[int, list[float]]:
         """Return the log-probabilities of the samples of a minibatch, each computed on the rank that trains on it."""
-        batches = (batch_to(self._batch(minibatch, places), self.device) for places in self._dealt(minibatch))
-        return self._of_samples(minibatch, (self.loss.logprobs(model, batch)[0] for batch in batches))
+
+        def of(places: list[int]) -> torch.Tensor:
+            batch = {key: value.to(self.device) for key, value in self._batch(minibatch, places).items()}
+            return self.loss.logprobs(model, batch)[0]
+
+        return self._of_samples(minibatch, map(of, self._dealt(minibatch)))
 
     def _of_samples(self, minibatch: list[Sample], tables: Iterable[torch.Tensor]) -> dict[int, list[float]]:
         """Return the values at each sample's tokens, by its place in a minibatch. Collective.
@@ -334,7 +336,7 @@ class Rollouts:
         numbers = [sample.prompt for sample in used[:: self.rl.samples]]
         prompts = [(self.sampler.encoder.of(self._prompts, number), 0) for number in dict.fromkeys(numbers)]
         greedy = replace(self.sampling, temperature=0.0)
-        asked = self.sampler.ask(prompts, rollout.step, used[0].weights_version, greedy)
+        asked = self.sampler.ask(prompts, rollout.step, greedy)
         rewards = {sample.prompt: sample.reward for sample in self.sampler.answer(asked)}
         return np.array([rewards[number] for number in numbers])
 
@@ -397,22 +399,17 @@ class Rollouts:
 
     def _measured(self, rollout: Rollout) -> dict[str, float]:
         samples = rollout.samples
-        rewards, lengths = [sample.reward for sample in samples], [len(sample.tokens) for sample in samples]
-        result: dict[str, float] = {
-            "reward": float(np.mean(rewards)),
-            "reward_std": float(np.std(rewards)),
+        result = means(samples) | {
+            "reward_std": float(np.std([sample.reward for sample in samples])),
             "samples_equal": rollout.equal,
             "refilled": rollout.refilled,
             "prompts": self.consumed,
-            "length_mean": float(np.mean(lengths)),
-            "length_max": max(lengths),
+            "length_max": max(len(sample.tokens) for sample in samples),
             "truncated": float(np.mean([not sample.finished for sample in samples])),
             "weights_version": samples[0].weights_version,
             "age": self.step - 1 - samples[0].weights_version,
             "slow_rewards": self.sampler.slow,
         }
-        for key in sorted({key for sample in samples for key in sample.parts}):
-            result[f"reward_{key}"] = float(np.mean([sample.parts[key] for sample in samples if key in sample.parts]))
         seconds = self.sampler.take_seconds()
         return result | {f"seconds_{key}": seconds[key] for key in ("sync", "generate", "reward", "score")}
 
@@ -447,10 +444,6 @@ class Rollouts:
             self._left = self.current.minibatches(self.rl.updates, self.rl.samples)[-int(state["left"]) :]
 
 
-def _groups(samples: list[Sample], size: int) -> list[list[Sample]]:
-    return [samples[at : at + size] for at in range(0, len(samples), size)]
-
-
 def _span(sample: Sample) -> tuple[int, int]:
     """Return the (begin, end) of the positions in a row of a batch whose targets are the sample's tokens."""
     begin = len(sample.asked) - 1
@@ -459,8 +452,3 @@ def _span(sample: Sample) -> tuple[int, int]:
 
 def _floats(values: Sequence[float] | None) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
-
-
-def batch_to(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on another device."""
-    return {key: value.to(device) for key, value in batch.items()}

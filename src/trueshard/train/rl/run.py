@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from trueshard.train.rl.policy import policy_loss
 from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
+from trueshard.train.rl.sampler import means
 from trueshard.train.trainer import Callback, Trainer
 
 
@@ -92,22 +92,16 @@ class Evaluation:
 
     def __call__(self) -> dict[str, float]:
         """Return ``reward``, its parts, ``length_mean`` and ``count``. Collective."""
-        sampler, section, version = self._rollouts.sampler, self._section, self._rollouts.step
+        sampler, section = self._rollouts.sampler, self._section
         self._rollouts.settle()
-        sampler.update(version)
+        measured = sampler.seconds.copy(), sampler.slow  # of the rollout that was settled, for the next step's line
+        sampler.update(self._rollouts.step)
         count = min(len(self._prompts), section.samples or len(self._prompts))
         prompts = [sampler.encoder.of(self._prompts, number) for number in range(count)]
         prompts_of_samples = [(prompt, number) for prompt in prompts for number in range(section.answers)]
-        samples = sampler.answer(sampler.ask(prompts_of_samples, 0, version, self._sampling))
-        record = {"reward": _mean([sample.reward for sample in samples]), "count": float(len(samples))}
-        for key in sorted({key for sample in samples for key in sample.parts}):
-            record[f"reward_{key}"] = _mean([sample.parts.get(key, 0.0) for sample in samples])
-        sampler.take_seconds()
-        return record | {"length_mean": _mean([len(sample.tokens) for sample in samples])}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+        samples = sampler.answer(sampler.ask(prompts_of_samples, 0, self._sampling))
+        sampler.seconds, sampler.slow = measured
+        return means(samples) | {"count": float(len(samples))}
 
 
 def with_samples(rollouts: Rollouts, config: Config, reporters: Sequence[Callback]) -> list[Callback]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,10 +141,11 @@ class Sampler:
         self.engine, self.encoder, self.tokens = engine, encoder, tokens
         self.rewards: Any = rewards
         self.seconds: dict[str, float] = defaultdict(float)
-        """Seconds of "sync", "generate" and "reward" since the last ``take_seconds``."""
+        """Seconds of "sync", "generate", "reward" and "score" since the last ``take_seconds``."""
         self.slow = 0
         """Samples whose reward took too long, since the last ``take_seconds``."""
-        self._version = -1
+        self.version = -1
+        """Optimizer steps of the weights that the engine has; -1 before the first ``update``."""
 
     @property
     def in_background(self) -> bool:
@@ -151,11 +154,17 @@ class Sampler:
 
     def update(self, version: int) -> None:
         """Give the engine the weights of the model after ``version`` steps, unless it has them."""
-        if version != self._version:
-            began = time.perf_counter()
-            self.engine.update(version)
-            self._version = version
-            self.seconds["sync"] += time.perf_counter() - began
+        if version != self.version:
+            with self.timed("sync"):
+                self.engine.update(version)
+            self.version = version
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add what happens inside to ``seconds``."""
+        began = time.perf_counter()
+        yield
+        self.seconds[kind] += time.perf_counter() - began
 
     def take_seconds(self) -> dict[str, float]:
         """Return ``seconds``, and begin anew."""
@@ -166,12 +175,12 @@ class Sampler:
         self,
         prompts: Sequence[tuple[Prompt, int]],  # with the number of each one's sample
         step: int,
-        version: int,
         sampling: Sampling,
         *,
         background: bool = False,  # the engine begins at once
     ) -> Asked:
-        """Return what to answer; the same on every rank."""
+        """Return what to answer, with the weights of the last ``update``; the same on every rank."""
+        version = self.version
         samples = [
             Sample(step, prompt.number, number, list(prompt.ids), weights_version=version) for prompt, number in prompts
         ]
@@ -183,23 +192,20 @@ class Sampler:
 
     def answer(self, asked: Asked) -> list[Sample]:
         """Return an answer to each, with its reward; after ``ask``."""
-        began = time.perf_counter()
         if self.rewards.turns:
-            self._converse(asked)
-            self.seconds["generate"] += time.perf_counter() - began
+            with self.timed("generate"):
+                self._converse(asked)
             return asked.samples
         engine: Any = self.engine
-        if asked.started is None:
-            answers = engine.generate(self._requests(asked), asked.sampling)
-        else:
-            answers = engine.finish(asked.started)
-        texts = self.encoder.tokenizer.batch_decode([answer.ids for answer in answers], skip_special_tokens=True)
-        for sample, answer, text in zip(asked.samples, answers, texts, strict=True):
-            _add(sample, answer, text)
-        generated = time.perf_counter()
-        self._reward(asked)
-        self.seconds["generate"] += generated - began
-        self.seconds["reward"] += time.perf_counter() - generated
+        with self.timed("generate"):
+            if asked.started is None:
+                answers = engine.generate(self._requests(asked), asked.sampling)
+            else:
+                answers = engine.finish(asked.started)
+            for sample, answer in zip(asked.samples, answers, strict=True):
+                self._add(sample, answer)
+        with self.timed("reward"):
+            self._reward(asked)
         return asked.samples
 
     def _requests(self, asked: Asked) -> list[Request]:
@@ -249,7 +255,7 @@ class Sampler:
             texts: dict[int, str | None] = dict.fromkeys(turns)
             for i, answer in zip(speaking, answers, strict=True):
                 texts[i] = self._text(answer.ids)
-                _add(samples[i], answer, self._text(samples[i].tokens + answer.ids))
+                self._add(samples[i], answer)
                 conversations[i].append({"role": "assistant", "content": texts[i]})
             for i in turns.keys() - speaking:
                 samples[i].finished = False
@@ -257,6 +263,14 @@ class Sampler:
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _add(self, sample: Sample, answer: Answer) -> None:
+        """Add the tokens of an answer to a sample."""
+        sample.tokens += answer.ids
+        sample.logprobs += answer.logprobs
+        sample.own += [True] * len(answer.ids)
+        sample.finished = answer.finished
+        sample.text = self._text(sample.tokens)
 
     def _add_turn(self, sample: Sample, prompt: Prompt, conversation: Messages, new: Messages) -> int:
         """Add what the environment says to a sample and to its conversation; return how many tokens may follow.
@@ -307,10 +321,13 @@ class Sampler:
         return result
 
 
-def _add(sample: Sample, answer: Answer, text: str) -> None:
-    """Add the tokens of an answer to a sample, whose text it has then."""
-    sample.tokens += answer.ids
-    sample.logprobs += answer.logprobs
-    sample.own += [True] * len(answer.ids)
-    sample.finished = answer.finished
-    sample.text = text
+def means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean ``reward``, length and parts of rewards; a part over the samples that have it."""
+    result = {"reward": _mean([sample.reward for sample in samples])}
+    for key in sorted({key for sample in samples for key in sample.parts}):
+        result[f"reward_{key}"] = _mean([sample.parts[key] for sample in samples if key in sample.parts])
+    return result | {"length_mean": _mean([len(sample.tokens) for sample in samples])}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

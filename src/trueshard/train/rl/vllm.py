@@ -23,15 +23,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-import trueshard
 from trueshard.checkpoint import layout
 from trueshard.checkpoint.format import TensorEntry, dtype_name, make_header
 from trueshard.checkpoint.process_group import as_bytes
+from trueshard.checkpoint.weights import weights
 from trueshard.distributed import device_of
 from trueshard.errors import UserError, explained
 from trueshard.model import names
@@ -48,10 +48,6 @@ _STILL = 0.1
 """Part of the bound by which the model's log-probabilities may move while the server's keep every bit."""
 _PREFIX = "weights-"
 
-Logprobs = list[list[float]]
-"""Log-probabilities of the tokens of each text, from the second on, in nats."""
-Adapters = Literal["merged", "alone"]
-
 
 class VLLMEngine:
     """Generates on a vLLM server at ``rollout.url``; an `Engine`. Collective.
@@ -66,9 +62,6 @@ class VLLMEngine:
         UserError: on every rank: no server answers, or not one that can be used.
     """
 
-    mismatch: float = math.nan
-    """Largest difference in the last probe, in nats."""
-
     def __init__(self, section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> None:
         if folder is None:
             raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
@@ -80,15 +73,17 @@ class VLLMEngine:
         takes_adapters = on_first_rank(lambda: _check_server(section, server))
         self._served: str | None = None
         """Name of the adapter on the server, None for the model that it serves."""
+        self.mismatch = math.nan
+        """Largest difference in the last probe, in nats."""
         self._running: Future[dict[int, Answer]] | None = None
-        self._before: tuple[int, Logprobs, Logprobs] | None = None
-        """The last probe at which the server's log-probabilities changed: (version, the model's, the server's)."""
+        self._before: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        """The last probe at which the server's log-probabilities changed: (version, the model's, the server's), by
+        which a server that keeps its old weights is found though the step was smaller than the bound. On rank 0."""
         self._sync: Directory | Transfer
         if section.sync == "nccl":
             self._sync = Transfer(model, server)
         else:
-            adapters: Adapters = "alone" if takes_adapters and has_adapters(model) else "merged"
-            self._sync = Directory(model, encoder.tokenizer, folder, server, adapters)
+            self._sync = Directory(model, encoder.tokenizer, folder, server, takes_adapters)
 
     def update(self, version: int) -> None:
         """Give the server the model's weights, after ``version`` optimizer steps, and probe it. Collective.
@@ -153,35 +148,39 @@ class VLLMEngine:
     @torch.no_grad()
     def _probe(self, version: int) -> None:
         """Compare the server's log-probabilities of the probes with the model's. Collective."""
-        device, ours = device_of(sharded(self._model).mesh), []
-        for text in self._probes:
-            ids = torch.tensor([text], device=device)
-            logprobs, _ = self._loss.logprobs(self._model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
-            ours.append(logprobs[0].tolist())
-        self.mismatch = on_first_rank(lambda: self._compare(version, ours))
+        ids = torch.tensor(self._probes, device=device_of(sharded(self._model).mesh))
+        logprobs, _ = self._loss.logprobs(self._model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
+        self.mismatch = on_first_rank(lambda: self._compare(version, logprobs.cpu()))
 
-    def _compare(self, version: int, ours: Logprobs) -> float:
+    def _compare(
+        self,
+        version: int,
+        ours: torch.Tensor,  # (probes, length - 1): the model's log-probabilities, from the second token on
+    ) -> float:
         """Return the largest difference between the server's log-probabilities and the model's. Rank 0."""
-        theirs = [self._theirs(ids) for ids in self._probes]
-        difference, text, token = _largest(ours, theirs)
+        theirs = torch.tensor([self._server_logprobs(ids) for ids in self._probes], dtype=torch.float64)
+        differences = (ours - theirs).abs()
+        difference = float(differences.max())  # NaN if any is
         problem = f"rollout.url: the server's weights are not those of step {version}"
         remedy = "see its log since the last update: it must see run.dir, and serve this run alone"
         if not difference <= self._bound:
+            probe, token = divmod(int(differences.argmax()), differences.shape[1])
             raise UserError(
-                f"{problem}: its log-probability of token {token + 1} of probe {text} "
-                f"(id {self._probes[text][token + 1]}) is {theirs[text][token]:.4f}, the model's "
-                f"{ours[text][token]:.4f}: {difference:.2g} apart, and {self._bound:g} is allowed; {remedy}"
+                f"{problem}: its log-probability of token {token + 1} of probe {probe} "
+                f"(id {self._probes[probe][token + 1]}) is {theirs[probe, token]:.4f}, the model's "
+                f"{ours[probe, token]:.4f}: {difference:.2g} apart, and {self._bound:g} is allowed; {remedy}"
             )
-        if self._before is None or self._before[2] != theirs:
+        if self._before is None or not torch.equal(self._before[2], theirs):
             self._before = version, ours, theirs
-        elif (moved := _largest(ours, self._before[1])[0]) > self._bound * _STILL:
+        elif (moved := float((ours - self._before[1]).abs().max())) > self._bound * _STILL:
             raise UserError(
                 f"{problem}: its log-probabilities of the probes are those of step {self._before[0]} to the last bit, "
                 f"while the model's have moved by up to {moved:.2g}; {remedy}"
             )
         return difference
 
-    def _theirs(self, ids: list[int]) -> list[float]:
+    def _server_logprobs(self, ids: list[int]) -> list[float]:
+        """Return the server's log-probabilities of the tokens of a text, from the second on, in nats."""
         body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         content = self._server.ask(COMPLETIONS, body if self._served is None else body | {"model": self._served})
         try:
@@ -215,29 +214,7 @@ def _check_server(section: RolloutSection, server: Server) -> bool:
     return bool(config.get("lora_config") and takes_adapters)
 
 
-def _largest(ours: Logprobs, theirs: Logprobs) -> tuple[float, int, int]:
-    """Return the largest difference, with the numbers of its text and token; NaN is larger than any."""
-    differences = [
-        (abs(a - b), text, token)
-        for text, (one, other) in enumerate(zip(ours, theirs, strict=True))
-        for token, (a, b) in enumerate(zip(one, other, strict=True))
-    ]
-    return max(differences, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """True for a model of PEFT."""
-    return hasattr(names.unwrap(model), "peft_config")
-
-
 # The ways of new weights
-
-
-def _weights(model: nn.Module, adapters: Adapters) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Return the (names, whole tensors) of each unit, under the names that vLLM knows. Collective."""
-    units: Iterator[tuple[list[str], list[torch.Tensor]]]
-    units = trueshard.weights(model, adapters=adapters, naming="hub" if adapters == "merged" else "saved")
-    return units
 
 
 class Directory:
@@ -250,18 +227,21 @@ class Directory:
     The directory before is deleted once the server has read the new one.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, folder: Path, server: Server, adapters: Adapters) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, folder: Path, server: Server, takes_adapters: bool) -> None:
         self._root, self._server, self._model = folder.resolve() / "rollout", server, model
-        self._adapters = adapters
+        inner: Any = names.unwrap(model)
+        has_adapters = hasattr(inner, "peft_config")
+        self._is_adapter = takes_adapters and has_adapters
+        """True if the adapter alone is written, False if the model is, with its adapter merged."""
         self._run = secrets.token_hex(4)
+        """Part of an adapter's name on the server, which may have had one of an earlier run."""
         self._loaded: str | None = None
+        """Name of the adapter that the server has loaded."""
         self._companions: dict[str, bytes] = {}
         """The configurations and the tokenizer's files, on rank 0."""
         if rank_and_ranks()[0] == 0:
-            inner: Any = names.unwrap(model)
-            if adapters == "merged" and has_adapters(model):
-                inner = inner.get_base_model()
-            files = layout.companions({"model": inner}, tokenizer, "")()
+            saved = inner.get_base_model() if has_adapters and not self._is_adapter else inner
+            files = layout.companions({"model": saved}, tokenizer, "")()
             self._companions = {name: data for name, data in files.items() if not name.startswith(layout.BASE)}
 
     def send(self, version: int) -> str | None:
@@ -290,23 +270,24 @@ class Directory:
 
     def _write(self, place: Path) -> None:
         rank, ranks = rank_and_ranks()
-        is_merged = self._adapters == "merged"
         files: dict[str, str] = {}
         adapter: dict[str, torch.Tensor] = {}
         sizes: Counter[torch.dtype] = Counter()
         failure: OSError | None = None
-        for number, (keys, tensors) in enumerate(_weights(self._model, self._adapters)):
+        units = weights(self._model, adapters="alone") if self._is_adapter else weights(self._model, naming="hub")
+        for number, (keys, tensors) in enumerate(units):
             file = f"model-{number:05d}.safetensors"
             files |= dict.fromkeys(keys, file)
             for tensor in tensors:
                 sizes[tensor.dtype] += tensor.nbytes
-            if is_merged and number % ranks == rank and failure is None:
+            if self._is_adapter:  # is one file; what is gathered goes with the next unit
+                if rank == 0:
+                    adapter |= {key: tensor.to("cpu", copy=True) for key, tensor in zip(keys, tensors, strict=True)}
+            elif number % ranks == rank and failure is None:
                 try:
                     _write_file(place / file, dict(zip(keys, tensors, strict=True)))
                 except OSError as error:  # the other ranks are in the next unit's collective
                     failure = error
-            elif not is_merged and rank == 0:  # one file; what is gathered goes with the next unit
-                adapter |= {key: tensor.to("cpu", copy=True) for key, tensor in zip(keys, tensors, strict=True)}
         problem = f"run.dir: weights for the server cannot be written to {place}"
         with explained(problem, "free space there, or choose another", OSError):
             if failure is not None:
@@ -319,7 +300,7 @@ class Directory:
     def _write_rest(self, place: Path, files: Mapping[str, str], sizes: Counter[torch.dtype]) -> None:
         """Write the files without tensors; ``files``: each tensor's, ``sizes``: bytes of each dtype."""
         rest = dict(self._companions)
-        if self._adapters == "merged":
+        if not self._is_adapter:
             index = {"metadata": {"total_size": sizes.total()}, "weight_map": files}
             rest["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
             if "config.json" in rest:
@@ -331,7 +312,7 @@ class Directory:
 
     def _hand_over(self, place: Path) -> str | None:
         """Let the server read ``place``; return the name of the adapter in it. Rank 0."""
-        name = f"{place.name}-{self._run}" if self._adapters == "alone" else None
+        name = f"{place.name}-{self._run}" if self._is_adapter else None
         try:
             if name is None:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": str(place)}}
@@ -386,7 +367,7 @@ class Transfer:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor) of all weights, each valid until the next. Collective."""
-        for keys, tensors in _weights(self._model, "merged"):
+        for keys, tensors in weights(self._model, naming="hub"):
             yield from zip(keys, tensors, strict=True)
 
     def send(self, version: int) -> None:
