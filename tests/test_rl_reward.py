@@ -22,7 +22,7 @@ from running import environment
 from trueshard.errors import UserError
 from trueshard.train.rl.config import RewardSection
 from trueshard.train.rl.reward import Reward, Rewards
-from trueshard.train.rl.samples import Prompt, Sample
+from trueshard.train.rl.samples import Asked, Prompt, Sample
 
 Make = Callable[..., Rewards]
 PAGE = "docs/how-to/reinforcement-learning-rewards.md"
@@ -44,11 +44,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         each.close()
 
 
-def asked(*texts: str, **record: Any) -> tuple[list[Sample], list[Prompt]]:
-    """Samples with these texts, two of a prompt, in step 5; their prompts."""
+def asked(*texts: str, **record: Any) -> list[Asked]:
+    """Samples with these texts, two of a prompt, in step 5; with their prompts."""
     samples = [Sample(5, i // 2, i % 2, [], list(range(len(text))), text=text) for i, text in enumerate(texts)]
     prompts = [Prompt(s.prompt, [], {"answer": "b", **record}, f"sort.jsonl, line {s.prompt + 1}") for s in samples]
-    return samples, prompts
+    return list(zip(samples, prompts, strict=True))
 
 
 RECORDS = [({"answer": "b"}, f"sort.jsonl, line {i + 1}") for i in range(5)]
@@ -74,12 +74,12 @@ def score(completion, record, sample: trueshard.rl.Sample, scale=1.0):
     )
     assert (rewards.turns, rewards.whole) == (False, False)
     rewards.check(RECORDS)
-    assert rewards.score(*asked("a", "b", "cc")) == [
+    assert rewards.score(asked("a", "b", "cc")) == [
         Reward(0.0, {"tokens": 1, "sample": 0}),
         Reward(3.0, {"tokens": 1, "sample": 1}),
         Reward(0.0, {"tokens": 2, "sample": 0}),
     ]
-    assert rewards.score([], []) == []
+    assert rewards.score([]) == []
 
 
 def test_a_list_function_gets_all_samples_in_one_call(make: Make) -> None:
@@ -87,7 +87,7 @@ def test_a_list_function_gets_all_samples_in_one_call(make: Make) -> None:
     rewards = make(text, "rewards.py:scores", processes=2)
     assert rewards.whole
     rewards.check(RECORDS)
-    assert rewards.score(*asked("a", "b", "c")) == [Reward(3.0)] * 3
+    assert rewards.score(asked("a", "b", "c")) == [Reward(3.0)] * 3
 
 
 @pytest.mark.parametrize("form", ["batch", "sequential"])
@@ -104,8 +104,8 @@ def one(each, format_weight):
     text = one + (batch if form == "batch" else sequential)
     rewards = make(text, "rewards.py:compute_score", arguments={"format_weight": 0.5})
     assert rewards.whole == (form == "batch")
-    assert rewards.score(*asked("a", "b")) == [Reward(0.5, {"accuracy": 0.0}), Reward(1.5, {"accuracy": 1.0})]
-    assert rewards.score(*asked("a", "b", ground_truth="a"))[0].reward == 1.5
+    assert rewards.score(asked("a", "b")) == [Reward(0.5, {"accuracy": 0.0}), Reward(1.5, {"accuracy": 1.0})]
+    assert rewards.score(asked("a", "b", ground_truth="a"))[0].reward == 1.5
 
 
 def test_rewards_of_several_functions_are_added_by_weight_and_shown_each(make: Make) -> None:
@@ -118,7 +118,7 @@ def scores(completions, records, samples):
 """
     rewards = make(text, ["rewards.py:score", "rewards.py:scores"], weights=[1.0, 0.5])
     assert rewards.whole
-    assert rewards.score(*asked("a", "b")) == [
+    assert rewards.score(asked("a", "b")) == [
         Reward(2.0, {"score": 2.0, "score.exact": 1.0, "scores": 0.0}),
         Reward(2.5, {"score": 2.0, "score.exact": 1.0, "scores": 1.0}),
     ]
@@ -132,7 +132,7 @@ def test_a_function_imports_what_lies_beside_it_and_hides_nothing(make: Make) ->
     Path("beside.py").write_text("VALUE = 4", encoding="utf-8")
     Path("colorsys.py").write_text("raise RuntimeError('not the standard library')", encoding="utf-8")
     text = "import beside, colorsys\ndef score(completion, record, sample):\n    return beside.VALUE"
-    assert make(text).score(*asked("a")) == [Reward(4.0)]
+    assert make(text).score(asked("a")) == [Reward(4.0)]
 
 
 def test_of_what_json_cannot_hold_there_is_a_note(make: Make) -> None:
@@ -142,7 +142,7 @@ def score(completion, record, sample):
     return record["box"][1] + record["share"]
 """
     rewards = make(text)
-    assert rewards.score(*asked("a", image={"bytes": b"\\x89"}, box=np.array([1, 2]), share=np.float32(0.5))) == [
+    assert rewards.score(asked("a", image={"bytes": b"\\x89"}, box=np.array([1, 2]), share=np.float32(0.5))) == [
         Reward(2.5)
     ]
 
@@ -159,7 +159,7 @@ def score(completion, record, sample):
 """
     results = []
     for processes in (1, 3):
-        scored = make(text, processes=processes).score(*asked(*"abcdef"))
+        scored = make(text, processes=processes).score(asked(*"abcdef"))
         assert len({reward.parts["pid"] for reward in scored}) == processes
         results.append([reward.reward for reward in scored])
     assert results[0] == results[1]
@@ -205,7 +205,7 @@ def test_a_failure_names_function_record_sample_and_line(make: Make) -> None:
         start = "reward.function: rewards.py:score failed for sort.jsonl, line 1 (prompt 0, sample 0 of step"
         found = failure(lambda: rewards.check([({"case": case}, "sort.jsonl, line 1")]))  # noqa: B023
         assert found.startswith(f"{start} 0): {told}")
-        found = failure(lambda: rewards.score(*asked("", "b", case=case)))  # noqa: B023
+        found = failure(lambda: rewards.score(asked("", "b", case=case)))  # noqa: B023
         assert found.startswith(f"{start} 5): {told}")
 
 
@@ -220,19 +220,19 @@ def score(completion, record, sample):
     for processes in (1, 3):
         rewards = make(text, processes=processes)
         with pytest.raises(UserError, match=r"line 1 \(prompt 0, sample 1 of step 5\)"):
-            rewards.score(*asked("right", "slowly wrong", "wrong", "right"))
-        assert rewards.score(*asked("right")) == [Reward(1.0)]
+            rewards.score(asked("right", "slowly wrong", "wrong", "right"))
+        assert rewards.score(asked("right")) == [Reward(1.0)]
 
 
 def test_failures_of_a_list_name_the_sample_or_the_list(make: Make) -> None:
     text = "def scores(completions, records, samples):\n    return [1.0, float('nan'), 2.0][:len(completions)]"
     rewards = make(text, "rewards.py:scores")
     with pytest.raises(UserError, match=r"line 1 \(prompt 0, sample 1 of step 5\): it returned nan"):
-        rewards.score(*asked("a", "b"))
+        rewards.score(asked("a", "b"))
     with pytest.raises(
         UserError, match=r"for 4 samples, from sort.jsonl, line 1 \(prompt 0, .*3 rewards for 4 samples"
     ):
-        rewards.score(*asked("a", "b", "c", "d"))
+        rewards.score(asked("a", "b", "c", "d"))
 
 
 LOADED = "def score(completion, record, sample):\n    return 1.0\n"
@@ -283,7 +283,7 @@ def test_maths_compares_expressions_or_names_the_package(make: Make) -> None:
         with pytest.raises(UserError, match="pip install math-verify"):
             rewards.check([({"answer": "1/2"}, "a.jsonl, line 1")])
     else:
-        scored = rewards.score(*asked("It is $0.5$.", "It is \\boxed{3}.", answer="\\frac{1}{2}"))
+        scored = rewards.score(asked("It is $0.5$.", "It is \\boxed{3}.", answer="\\frac{1}{2}"))
         assert scored == [Reward(1.0), Reward(0.0)]
 
 
@@ -315,7 +315,7 @@ def score(completion, record, sample):
 def test_a_call_beyond_the_limit_gives_zero_and_the_others_their_reward(make: Make) -> None:
     rewards = make(SLOW, seconds=0.3, processes=2)
     before = time.monotonic()
-    assert rewards.score(*asked("slow", "b", "c", "slow", "e")) == [
+    assert rewards.score(asked("slow", "b", "c", "slow", "e")) == [
         Reward(0.0, slow=True),
         Reward(1.0),
         Reward(1.0),
@@ -341,7 +341,7 @@ def score(completion, record, sample):
 
 def test_calls_that_were_sent_ahead_of_a_slow_one_are_sent_again(make: Make) -> None:
     rewards = make(AHEAD, seconds=0.5)
-    found = rewards.score(*asked(*map(str, range(100))))
+    found = rewards.score(asked(*map(str, range(100))))
     assert found == [Reward(0.0, slow=True) if i == 37 else Reward(float(i)) for i in range(100)]
     called = [int(line.split()[0]) for line in Path("calls").read_text().splitlines()]
     assert called == list(range(100)), "each is begun once, in its order"
@@ -351,13 +351,13 @@ def test_a_process_that_ends_among_calls_sent_ahead_is_told_of_the_one_it_worked
     rewards = make(AHEAD, seconds=0.5)
     Path("ends").touch()
     with pytest.raises(UserError, match=r"line 36 \(prompt 35, sample 1 of step 5\): its process was ended"):
-        rewards.score(*asked(*map(str, range(100))))
+        rewards.score(asked(*map(str, range(100))))
 
 
 def test_a_slow_list_is_slow_for_all_and_a_slow_check_is_an_error(make: Make) -> None:
     text = "import re\ndef scores(completions, records, samples):\n    re.match('(a*)*b', 'a' * 40)"
     rewards = make(text, "rewards.py:scores", seconds=0.2)
-    assert rewards.score(*asked("a", "b")) == [Reward(0.0, slow=True)] * 2
+    assert rewards.score(asked("a", "b")) == [Reward(0.0, slow=True)] * 2
     with pytest.raises(
         UserError, match=r"reward.seconds: rewards.py:scores took longer than 0.2 s for sort.jsonl, line 1"
     ):
@@ -366,10 +366,10 @@ def test_a_slow_list_is_slow_for_all_and_a_slow_check_is_an_error(make: Make) ->
 
 def test_no_process_is_left_after_close(make: Make) -> None:
     rewards = make("import os\n" + LOADED.replace("1.0", "os.getpid()"), processes=2)
-    pids = {int(reward.reward) for reward in rewards.score(*asked(*"abcd"))}
+    pids = {int(reward.reward) for reward in rewards.score(asked(*"abcd"))}
     rewards.close()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert int(rewards.score(*asked("a"))[0].reward) not in pids
+    assert int(rewards.score(asked("a"))[0].reward) not in pids
 
 
 OWNER = """
@@ -379,9 +379,9 @@ from trueshard.train.rl.reward import Rewards
 from trueshard.train.rl.samples import Prompt, Sample
 rewards = Rewards(RewardSection(function="rewards.py:score", seconds=5.0))
 sample, prompt = Sample(1, 0, 0, []), Prompt(0, [], {}, "a.jsonl, line 1")
-print(rewards.score([sample], [prompt])[0].reward, flush=True)
+print(rewards.score([(sample, prompt)])[0].reward, flush=True)
 if sys.argv[1] == "killed":
-    rewards.score([sample] * 9, [prompt] * 9)
+    rewards.score([(sample, prompt)] * 9)
 """
 ENDLESS = """
 import os, re
@@ -420,10 +420,10 @@ def test_no_process_outlives_its_owner(end: str, endless: str, seconds: float, t
 
 def test_a_process_that_was_ended_between_two_calls_is_started_anew(make: Make) -> None:
     rewards = make("import os\n" + LOADED.replace("1.0", "os.getpid()"))
-    first = int(rewards.score(*asked("a"))[0].reward)
+    first = int(rewards.score(asked("a"))[0].reward)
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # all its threads; it stays for its parent to take
-    assert int(rewards.score(*asked("a"))[0].reward) != first
+    assert int(rewards.score(asked("a"))[0].reward) != first
 
 
 # Episodes
@@ -444,9 +444,9 @@ def episode(record, slow="slow"):
 
 def play(rewards: Rewards, answers: list[list[str]]) -> tuple[list[list[Any]], list[Reward]]:
     """All episodes at once, each with its answers: what each said, and the reward."""
-    samples, prompts = asked(*("" for _ in answers))
-    names = [sample.name for sample in samples]
-    said: dict[Any, list[Any]] = {name: [turn] for name, turn in zip(names, rewards.begin(names, prompts), strict=True)}
+    samples = asked(*("" for _ in answers))
+    names = [sample.name for sample, _ in samples]
+    said: dict[Any, list[Any]] = {name: [turn] for name, turn in zip(names, rewards.begin(samples), strict=True)}
     for number in range(max(map(len, answers))):
         turns = rewards.answer(
             {name: own[number] for name, own in zip(names, answers, strict=True) if number < len(own)}
@@ -512,9 +512,9 @@ def episode(record):
         open("closed", "a").write("x")
 """
     rewards = make(text, "rewards.py:episode")
-    samples, prompts = asked("", "", "")
-    names = [sample.name for sample in samples]
-    rewards.begin(names, prompts)
+    samples = asked("", "", "")
+    names = [sample.name for sample, _ in samples]
+    rewards.begin(samples)
     rewards.drop([names[0], (9, 9, 9)])
     assert Path("closed").read_text() == "x"
     with pytest.raises(UserError, match=r"\(prompt 0, sample 1 of step 5\): it returned 'text', not a finite number"):
@@ -527,7 +527,7 @@ def episode(record):
 def test_the_example_gives_credit_for_each_place(make: Make) -> None:
     rewards = make("", str(ROOT / "examples/rewards.py:sort"))
     rewards.check(RECORDS)
-    scored = rewards.score(*asked("1 3 5", "1 5 3", "", "1 3 5 7", answer="1 3 5"))
+    scored = rewards.score(asked("1 3 5", "1 5 3", "", "1 3 5 7", answer="1 3 5"))
     assert [reward.reward for reward in scored] == [1.0, pytest.approx(1 / 3), 0.0, 0.75]
     assert [reward.parts["exact"] for reward in scored] == [1.0, 0.0, 0.0, 0.0]
 
@@ -538,15 +538,14 @@ def test_the_functions_of_the_guide_run(make: Make) -> None:
             Path(block.title).write_text(block.text, encoding="utf-8")
     rewards = make(Path("rewards.py").read_text(), arguments={"digits": 1})
     rewards.check(RECORDS)
-    assert rewards.score(*asked("b", "bb"))[0] == Reward(0.9, {"exact": 1.0, "short": 1.0})
+    assert rewards.score(asked("b", "bb"))[0] == Reward(0.9, {"exact": 1.0, "short": 1.0})
     text = Path("rewards.py").read_text()
-    assert make(text, "together.py:scores").score(*asked("a", "bb"))[1].reward == 0.0
-    easy = make(text, "easy.py:compute_score").score(*asked("a", "b."))
+    assert make(text, "together.py:scores").score(asked("a", "bb"))[1].reward == 0.0
+    easy = make(text, "easy.py:compute_score").score(asked("a", "b."))
     assert [reward.reward for reward in easy] == [0.0, 1.0]
     tools = make(text, "tools.py:episode")
     tools.check(RECORDS)
-    samples, prompts = asked("", answer="3")
-    assert tools.begin([samples[0].name], prompts) == [[]]
-    said = tools.answer({samples[0].name: "add 1 2"})
-    assert said == {samples[0].name: [{"role": "tool", "content": "3"}]}
-    assert tools.answer({samples[0].name: " 3"}) == {samples[0].name: Reward(1.0, {"turns": 1.0})}
+    ((sample, prompt),) = asked("", answer="3")
+    assert tools.begin([(sample, prompt)]) == [[]]
+    assert tools.answer({sample.name: "add 1 2"}) == {sample.name: [{"role": "tool", "content": "3"}]}
+    assert tools.answer({sample.name: " 3"}) == {sample.name: Reward(1.0, {"turns": 1.0})}

@@ -324,8 +324,8 @@ def drawn(
 ) -> torch.Tensor:
     """Return the token of each row at which its cumulative distribution first exceeds a number: int64 [rows]."""
     heights = logs.softmax(1).double().cumsum(1)
-    wanted = numbers.to(heights.device)[:, None] * heights[:, -1:]
-    tokens = torch.searchsorted(heights, wanted, right=True)[:, 0]
+    levels = numbers.to(heights.device)[:, None] * heights[:, -1:]  # rounded, heights do not end at exactly 1
+    tokens = torch.searchsorted(heights, levels, right=True)[:, 0]
     last = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
     return torch.minimum(tokens, last)
 

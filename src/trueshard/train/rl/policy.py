@@ -37,7 +37,7 @@ PIECES = 8
 """Pieces in which the rows of the head are computed, and recomputed in backward."""
 FEW = 2**20
 """Logits of a microbatch that are computed at once, and kept for backward: 4 MiB in float32."""
-OWN = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
+NOT_INPUTS = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
 """Entries of a batch that are not the model's inputs."""
 MAXIMA = ("ratio_max", "mismatch_max")
 """Measures of which the largest value is reported, in place of the mean."""
@@ -87,7 +87,7 @@ class PolicyLoss:
         self._parts: dict[str, list[torch.Tensor]] = {}
         """Measure → its sum or maximum in each microbatch since the last call of ``measures``: 0-dim, float64."""
         self.kept: list[torch.Tensor] = []
-        """Log-probabilities of the microbatches since ``measures``, [rows, length] each."""
+        """Log-probabilities of the microbatches since ``measures``, [rows, length] each: `samples.jsonl` shows them."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of terms in the mean: target tokens, answers, or answers × ``length``."""
@@ -105,7 +105,7 @@ class PolicyLoss:
 
         Both [rows, length], float32 or wider; the entropies have no gradient. Collective if sharded.
         """
-        left_out = OWN if self.reads_mask else (*OWN, "attention_mask")
+        left_out = NOT_INPUTS if self.reads_mask else (*NOT_INPUTS, "attention_mask")
         inputs = {key: value for key, value in batch.items() if key not in left_out}
         targets = batch["targets"]
         mask = targets.ne(IGNORED).flatten()
@@ -277,10 +277,11 @@ def padding_is_seen(model: nn.Module, pad: int, device: torch.device) -> bool:
     tokens = torch.arange(8, device=device)[None] % max(2, pad)
     padded = torch.cat([tokens, torch.full_like(tokens, pad)], 1)
     with without_dropout(model):
-        alone, beside = (logits_of(model, {"input_ids": ids})[:, :8].float() for ids in (tokens, padded))
-        dtype = logits_of(model, {"input_ids": tokens}).dtype
-    limit = (8 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps * float(alone.abs().max())
-    return float((alone - beside).abs().max()) > limit
+        without, with_padding = (logits_of(model, {"input_ids": ids})[:, :8] for ids in (tokens, padded))
+    dtype, without = without.dtype, without.float()
+    # Kernels for another length may round otherwise; what is seen differs by far more.
+    limit = (8 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps * float(without.abs().max())
+    return float((without - with_padding.float()).abs().max()) > limit
 
 
 def policy_loss(rl: RLSection, rollout: RolloutSection, whole_logits: bool = False) -> PolicyLoss:

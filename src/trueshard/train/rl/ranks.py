@@ -49,10 +49,10 @@ def on_every_rank(work: Callable[[], Part]) -> list[Part]:
         part = work()
     except Exception as caught:
         error = caught
-    mine = part, None if error is None else str(error), isinstance(error, UserError)
-    parts = [mine] * ranks
+    local = part, None if error is None else str(error), isinstance(error, UserError)
+    parts = [local] * ranks
     if ranks > 1:
-        dist.all_gather_object(parts, mine)
+        dist.all_gather_object(parts, local)
     for other, (_, message, is_user_error) in enumerate(parts):
         if message is None:
             continue

@@ -21,7 +21,7 @@ from trueshard.errors import UserError
 from trueshard.train.rl.config import RewardSection
 from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, form_of, rewards_of
 from trueshard.train.rl.reward_processes import Message, Processes
-from trueshard.train.rl.samples import Name, Prompt, Sample
+from trueshard.train.rl.samples import Asked, Name, Prompt, Sample, describe
 
 CHECKED = 3
 """Records that ``check`` tries the functions on."""
@@ -99,46 +99,46 @@ class Rewards:
                 takes longer than its limit; of an episode, it does not yield messages first.
         """
         is_episode = self.turns
-        samples = [Sample(0, number, 0, []) for number in range(min(CHECKED, len(records)))]
-        prompts = [Prompt(number, [], *records[number]) for number in range(len(samples))]
+        asked = [
+            (Sample(0, number, 0, []), Prompt(number, [], *record)) for number, record in enumerate(records[:CHECKED])
+        ]
         if is_episode:
-            names = [sample.name for sample in samples]
-            slow = [isinstance(turn, Reward) for turn in self.begin(names, prompts)]
-            self.drop(names)
+            slow = [isinstance(turn, Reward) for turn in self.begin(asked)]
+            self.drop(sample.name for sample, _ in asked)
         else:
-            slow = [reward.slow for reward in self.score(samples, prompts)]
+            slow = [reward.slow for reward in self.score(asked)]
         if any(slow):
-            where = prompts[slow.index(True)].where
+            where = records[slow.index(True)][1]
             raise UserError(
                 f"reward.seconds: {', '.join(self._functions)} took longer than {self._seconds:g} s for {where} and an "
                 "empty answer; make it faster, or raise the limit"
             )
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Reward]:
-        """Return the reward of each sample; ``prompts[i]`` is the prompt of ``samples[i]``.
+    def score(self, asked: Sequence[Asked]) -> list[Reward]:
+        """Return the reward of each sample.
 
         With ``whole``, the samples of one call are the list that such a function gets.
 
         Raises:
             UserError: a function raises, returns no reward, or ends its process: of the first such sample.
         """
-        forms, everything = self._processes.load(), range(len(samples))
+        forms, everything = self._processes.load(), range(len(asked))
         # (function, samples) of each call. Lists first: they take the longest.
-        calls = [(number, everything) for number, form in enumerate(forms) if form in LISTS and samples]
+        calls = [(number, everything) for number, form in enumerate(forms) if form in LISTS and asked]
         calls += [(n, range(i, i + 1)) for i in everything for n, form in enumerate(forms) if form not in LISTS]
         requests = [
-            {"function": number, "inputs": [(prompts[i].record, vars(samples[i])) for i in inputs]}
+            {"function": number, "inputs": [(asked[i][1].record, vars(asked[i][0])) for i in inputs]}
             for number, inputs in calls
         ]
-        about = [[_about(prompts[i].where, *samples[i].name) for i in inputs] for _, inputs in calls]
-        rewards: list[list[Any]] = [[None] * len(forms) for _ in samples]  # None: too slow
+        about = [[describe(*asked[i]) for i in inputs] for _, inputs in calls]
+        rewards: list[list[Any]] = [[None] * len(forms) for _ in asked]  # None: too slow
         for (number, inputs), answer in zip(calls, self._run(requests, about), strict=True):
             if "slow" not in answer:
                 for i, reward in zip(inputs, answer["rewards"], strict=True):
                     rewards[i][number] = reward
         return [self._sum(values) for values in rewards]
 
-    def begin(self, names: Sequence[Name], prompts: Sequence[Prompt]) -> list[Turn]:
+    def begin(self, asked: Sequence[Asked]) -> list[Turn]:
         """Begin the episodes of samples, and return the first turn of each: messages, perhaps none.
 
         A ``Reward`` instead is slow, and the episode has ended.
@@ -146,11 +146,11 @@ class Rewards:
         Raises:
             UserError: as ``score``.
         """
-        for name, prompt in zip(names, prompts, strict=True):
-            about = _about(prompt.where, *name)
-            self._episodes[name] = _Episode(prompt.record, about, self._begun % len(self._processes))
+        for sample, prompt in asked:
+            place = self._begun % len(self._processes)
+            self._episodes[sample.name] = _Episode(prompt.record, describe(sample, prompt), place)
             self._begun += 1
-        return self._turns(names)
+        return self._turns([sample.name for sample, _ in asked])
 
     def answer(self, texts: Mapping[Name, str]) -> dict[Name, Turn]:
         """Give episodes the model's answers; return the next turn of each. One that gives a ``Reward`` has ended.
@@ -238,26 +238,21 @@ class CalledReward:
             raise ValueError(f'{name} is an episode, which runs in a process of its own; give "file.py:{name}"')
         self._name, self.whole = name, self._function.form in LISTS
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Reward]:
+    def score(self, asked: Sequence[Asked]) -> list[Reward]:
         """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
         result = []
-        size = max(1, len(samples)) if self.whole else 1
-        for at in range(0, len(samples), size):
-            some = samples[at : at + size]
-            value = self._function.on([dict(prompt.record) for prompt in prompts[at : at + size]], list(some))
+        size = max(1, len(asked)) if self.whole else 1
+        for at in range(0, len(asked), size):
+            inputs = asked[at : at + size]
+            value = self._function.on([dict(prompt.record) for _, prompt in inputs], [sample for sample, _ in inputs])
             try:
-                result += [Reward(*reward) for reward in rewards_of(value, self._function, len(some))]
+                result += [Reward(*reward) for reward in rewards_of(value, self._function, len(inputs))]
             except Wrong as error:
-                about = _about(prompts[at].where, *some[0].name)
-                raise ValueError(f"{self._name} failed for {about}: {error}") from None
+                raise ValueError(f"{self._name} failed for {describe(*inputs[0])}: {error}") from None
         return result
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _about(where: str, step: int, prompt: int, sample: int) -> str:
-    return f"{where} (prompt {prompt}, sample {sample} of step {step})"
 
 
 def _key(name: Name) -> str:

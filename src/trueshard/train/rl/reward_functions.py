@@ -99,10 +99,10 @@ def maths(completion: str, record: Mapping[str, Any], sample: Sample) -> float:
     from math_verify import parse, verify
 
     answer = str(record["answer"])
-    wanted = parse(answer if any(mark in answer for mark in _LATEX) else f"${answer}$")
-    if not wanted:
+    expected = parse(answer if any(mark in answer for mark in _LATEX) else f"${answer}$")
+    if not expected:
         raise ValueError(f"the record's answer {answer[:60]!r} is no mathematical expression")
-    return float(verify(wanted, parse(completion)))
+    return float(verify(expected, parse(completion)))
 
 
 def load(words: str, arguments: dict[str, Any]) -> Function:
@@ -133,8 +133,8 @@ def find(words: str, built_in: Sequence[str] = ()) -> tuple[Callable[..., Any], 
         raise Wrong(f"{words} cannot be imported: {_explanation(error, file.parent)}; correct it") from error
     call = getattr(module, name, None)
     if not callable(call):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        near = nearest(name, known) or (f" It has {', '.join(known)}." if known else "")
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+        near = nearest(name, functions) or (f" It has {', '.join(functions)}." if functions else "")
         raise Wrong(f"{file.name} has no function {name!r}; name one that it has.{near}")
     return call, file.parent
 

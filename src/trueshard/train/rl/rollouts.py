@@ -37,7 +37,7 @@ from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, po
 from trueshard.train.rl.policy_losses import advantages, is_equal, too_long
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
-from trueshard.train.rl.sampler import Asked, PromptEncoder, Prompts, Sampler, means
+from trueshard.train.rl.sampler import Pending, PromptEncoder, Prompts, Sampler, means
 from trueshard.train.rl.samples import Sample, Sampling
 
 _LISTS = {
@@ -171,7 +171,7 @@ class Rollouts:
         self.measures: dict[str, float] = {}
         """Measures of the current step."""
         self._ahead: Rollout | None = None
-        self._begun: Asked | None = None
+        self._begun: Pending | None = None
         """The first prompts of a rollout whose answers are under way."""
         self._left: list[list[Sample]] = []
         """Samples of the steps to come, of the current rollout."""
@@ -224,7 +224,7 @@ class Rollouts:
         earlier: Sequence[Sample] = (),  # of the same rollout
         *,
         background: bool = False,  # the engine begins at once
-    ) -> Asked:
+    ) -> Pending:
         """Ask the next prompts, each once a sample; one that comes again in a rollout gets further samples."""
         seen, prompts = Counter(sample.prompt for sample in earlier), []
         for number in self._order.indices(self.consumed, groups).tolist():
@@ -234,16 +234,16 @@ class Rollouts:
         self.consumed += groups
         return self.sampler.ask(prompts, step, self.sampling, background=background)
 
-    def _complete(self, asked: Asked) -> Rollout:
+    def _complete(self, pending: Pending) -> Rollout:
         """Answer the prompts, replace groups of equal rewards, and compute what the loss needs."""
         count, skips = self.rl.samples, self.rl.skip_equal
-        rollout, kept = Rollout(asked.samples[0].step), 0
+        rollout, kept = Rollout(pending.step), 0
         for number in range(1 + (self.rl.refill if skips else 0)):
             if number:
                 missing = self._groups - kept
-                asked = self._ask(missing, rollout.step, rollout.samples)
+                pending = self._ask(missing, rollout.step, rollout.samples)
                 rollout.refilled += missing
-            samples = self._answer(asked)
+            samples = self._answer(pending)
             rewards = np.array([sample.reward for sample in samples]).reshape(-1, count)
             equal = is_equal(rewards) if count > 1 else np.zeros(len(rewards), dtype=np.bool_)
             rollout.equal += int(equal.sum())
@@ -263,8 +263,8 @@ class Rollouts:
         self._weigh(rollout)
         return rollout
 
-    def _answer(self, asked: Asked) -> list[Sample]:
-        samples = self.sampler.answer(asked)
+    def _answer(self, pending: Pending) -> list[Sample]:
+        samples = self.sampler.answer(pending)
         if isinstance(self.rl.overlong, dict):
             lengths = np.array([len(sample.tokens) for sample in samples])
             falls = too_long(lengths, self.rl.overlong["from"], self.rollout.tokens)
@@ -336,8 +336,8 @@ class Rollouts:
         numbers = [sample.prompt for sample in used[:: self.rl.samples]]
         prompts = [(self.sampler.encoder.of(self._prompts, number), 0) for number in dict.fromkeys(numbers)]
         greedy = replace(self.sampling, temperature=0.0)
-        asked = self.sampler.ask(prompts, rollout.step, greedy)
-        rewards = {sample.prompt: sample.reward for sample in self.sampler.answer(asked)}
+        pending = self.sampler.ask(prompts, rollout.step, greedy)
+        rewards = {sample.prompt: sample.reward for sample in self.sampler.answer(pending)}
         return np.array([rewards[number] for number in numbers])
 
     # Microbatches

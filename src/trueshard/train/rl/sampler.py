@@ -7,8 +7,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from trueshard.train.data import chat, vision
 from trueshard.train.data.batches import Batch, Samples
 from trueshard.train.rl.ranks import divided, on_first_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Reward, Rewards
-from trueshard.train.rl.samples import Answer, Engine, Prompt, Request, Sample, Sampling
+from trueshard.train.rl.samples import Answer, Asked, Engine, Name, Prompt, Request, Sample, Sampling, describe
 
 Prompts = Sequence[Mapping[str, Any]] | Samples
 """Records with a ``prompt``, a string or messages; or what a run has prepared of them."""
@@ -124,14 +124,23 @@ class PromptEncoder:
 
 
 @dataclass
-class Asked:
+class Pending:
     """Prompts to answer, as samples without tokens."""
 
-    samples: list[Sample]
-    prompts: list[Prompt]
+    step: int
+    """The step that they are made for."""
+    asked: list[Asked]
     sampling: Sampling
     started: Any = None
     """The engine's handle, if it has begun."""
+
+
+@dataclass
+class _Conversation:
+    sample: Sample
+    prompt: Prompt
+    messages: Messages = field(default_factory=list)
+    """The conversation so far, for the chat template."""
 
 
 class Sampler:
@@ -178,37 +187,37 @@ class Sampler:
         sampling: Sampling,
         *,
         background: bool = False,  # the engine begins at once
-    ) -> Asked:
+    ) -> Pending:
         """Return what to answer, with the weights of the last ``update``; the same on every rank."""
-        version = self.version
-        samples = [
-            Sample(step, prompt.number, number, list(prompt.ids), weights_version=version) for prompt, number in prompts
+        asked = [
+            (Sample(step, prompt.number, number, list(prompt.ids), weights_version=self.version), prompt)
+            for prompt, number in prompts
         ]
-        asked = Asked(samples, [prompt for prompt, _ in prompts], sampling)
+        pending = Pending(step, asked, sampling)
         if background:
             engine: Any = self.engine
-            asked.started = engine.start(self._requests(asked), sampling)
-        return asked
+            pending.started = engine.start(self._requests(pending), sampling)
+        return pending
 
-    def answer(self, asked: Asked) -> list[Sample]:
+    def answer(self, pending: Pending) -> list[Sample]:
         """Return an answer to each, with its reward; after ``ask``."""
+        samples, engine = [sample for sample, _ in pending.asked], cast(Any, self.engine)
         if self.rewards.turns:
             with self.timed("generate"):
-                self._converse(asked)
-            return asked.samples
-        engine: Any = self.engine
+                self._converse(pending)
+            return samples
         with self.timed("generate"):
-            if asked.started is None:
-                answers = engine.generate(self._requests(asked), asked.sampling)
+            if pending.started is None:
+                answers = engine.generate(self._requests(pending), pending.sampling)
             else:
-                answers = engine.finish(asked.started)
-            for sample, answer in zip(asked.samples, answers, strict=True):
+                answers = engine.finish(pending.started)
+            for sample, answer in zip(samples, answers, strict=True):
                 self._add(sample, answer)
         with self.timed("reward"):
-            self._reward(asked)
-        return asked.samples
+            self._reward(pending.asked)
+        return samples
 
-    def _requests(self, asked: Asked) -> list[Request]:
+    def _requests(self, pending: Pending) -> list[Request]:
         return [
             Request(
                 sample.name,
@@ -216,19 +225,13 @@ class Sampler:
                 most=self.tokens,
                 messages=prompt.messages if self.encoder.has_images else None,
             )
-            for sample, prompt in zip(asked.samples, asked.prompts, strict=True)
+            for sample, prompt in pending.asked
         ]
 
-    def _reward(self, asked: Asked) -> None:
-        if self.rewards.whole:
-            rewards = on_first_rank(lambda: self.rewards.score(asked.samples, asked.prompts))
-        else:
-            places = range(len(asked.samples))
-            rewards = divided(
-                places,
-                lambda mine: self.rewards.score([asked.samples[i] for i in mine], [asked.prompts[i] for i in mine]),
-            )
-        for sample, prompt, reward in zip(asked.samples, asked.prompts, rewards, strict=True):
+    def _reward(self, asked: Sequence[Asked]) -> None:
+        score = self.rewards.score
+        rewards = on_first_rank(lambda: score(asked)) if self.rewards.whole else divided(asked, score)
+        for (sample, prompt), reward in zip(asked, rewards, strict=True):
             self._take(sample, prompt, reward)
 
     def _take(self, sample: Sample, prompt: Prompt, reward: Reward) -> None:
@@ -236,30 +239,78 @@ class Sampler:
         sample.reward, sample.parts = reward.reward, reward.parts
         self.slow += reward.slow
         if reward.slow and rank_and_ranks()[0] == 0:
-            about = f"{prompt.where} (prompt {sample.prompt}, sample {sample.sample} of step {sample.step})"
-            logger.warning("reward.seconds: the reward of %s took too long, and is 0", about)
+            logger.warning("reward.seconds: the reward of %s took too long, and is 0", describe(sample, prompt))
 
-    def _converse(self, asked: Asked) -> None:
+    def _converse(self, pending: Pending) -> None:
         """Play the episode of each sample: the environment and the model take turns, all samples together."""
-        samples = asked.samples
-        conversations: list[Messages] = [[] for _ in samples]
-        turns = self._turns(asked, None)
+        episodes = {sample.name: _Conversation(sample, prompt) for sample, prompt in pending.asked}
+        turns = self._turns(episodes, None)
         while turns:
-            room = {i: self._add_turn(samples[i], asked.prompts[i], conversations[i], new) for i, new in turns.items()}
-            speaking = [i for i in turns if room[i] > 0]
+            room = {name: self._add_turn(episodes[name], messages) for name, messages in turns.items()}
+            speaking = [episodes[name] for name in turns if room[name] > 0]
             requests = [
-                Request(samples[i].name, samples[i].asked + samples[i].tokens, sum(samples[i].own), room[i])
-                for i in speaking
+                Request(sample.name, sample.asked + sample.tokens, sum(sample.own), room[sample.name])
+                for sample in (episode.sample for episode in speaking)
             ]
-            answers = self.engine.generate(requests, asked.sampling) if requests else []
-            texts: dict[int, str | None] = dict.fromkeys(turns)
-            for i, answer in zip(speaking, answers, strict=True):
-                texts[i] = self._text(answer.ids)
-                self._add(samples[i], answer)
-                conversations[i].append({"role": "assistant", "content": texts[i]})
-            for i in turns.keys() - speaking:
-                samples[i].finished = False
-            turns = self._turns(asked, texts)
+            answers = self.engine.generate(requests, pending.sampling) if requests else []
+            texts: dict[Name, str | None] = dict.fromkeys(turns)
+            for episode, answer in zip(speaking, answers, strict=True):
+                texts[episode.sample.name] = text = self._text(answer.ids)
+                self._add(episode.sample, answer)
+                episode.messages.append({"role": "assistant", "content": text})
+            for name in turns:
+                if texts[name] is None:  # there was no room for an answer
+                    episodes[name].sample.finished = False
+            turns = self._turns(episodes, texts)
+
+    def _add_turn(self, episode: _Conversation, new: Messages) -> int:
+        """Add what the environment says to a sample and to its conversation; return how many tokens may follow.
+
+        Without room for a token of the model nothing is added.
+        """
+        sample, prompt, encoder = episode.sample, episode.prompt, self.encoder
+        is_text = prompt.messages is None
+        if not sample.tokens:
+            episode.messages += [*(prompt.messages or ()), *new]
+            sample.asked = prompt.ids + encoder.plain(new) if is_text else encoder.opening(episode.messages, prompt)
+            return self.tokens
+        if is_text:
+            ids = encoder.plain(new)
+        else:
+            *before, answer = episode.messages
+            ids = encoder.reply(before, answer["content"], sample.tokens[-1], new, prompt.where)
+        room = self.tokens - len(sample.tokens) - len(ids)
+        if room > 0:
+            sample.tokens += ids
+            sample.own += [False] * len(ids)
+            sample.logprobs += [0.0] * len(ids)
+            episode.messages += new
+        return room
+
+    def _turns(
+        self, episodes: Mapping[Name, _Conversation], texts: Mapping[Name, str | None] | None
+    ) -> dict[Name, Messages]:
+        """Return the messages of the episodes that go on; the others get their rewards.
+
+        ``texts``: the model's answers, None of an episode without room for one, which is dropped; None: all begin. Each
+        episode lives on one rank.
+        """
+
+        def play(names: list[Name]) -> list[Any]:
+            if texts is None:
+                return list(self.rewards.begin([(episodes[name].sample, episodes[name].prompt) for name in names]))
+            self.rewards.drop([name for name in names if texts.get(name, "") is None])
+            answers = {name: text for name in names if (text := texts.get(name)) is not None}
+            turns = self.rewards.answer(answers)
+            return [turns.get(name) for name in names]
+
+        result = {}
+        for (name, episode), turn in zip(episodes.items(), divided(list(episodes), play), strict=True):
+            if isinstance(turn, list):
+                result[name] = turn
+            elif turn is not None:
+                self._take(episode.sample, episode.prompt, turn)
+        return result
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
@@ -271,54 +322,6 @@ class Sampler:
         sample.own += [True] * len(answer.ids)
         sample.finished = answer.finished
         sample.text = self._text(sample.tokens)
-
-    def _add_turn(self, sample: Sample, prompt: Prompt, conversation: Messages, new: Messages) -> int:
-        """Add what the environment says to a sample and to its conversation; return how many tokens may follow.
-
-        Without room for a token of the model nothing is added.
-        """
-        is_text = prompt.messages is None
-        if not sample.tokens:
-            conversation += [*(prompt.messages or ()), *new]
-            encoder = self.encoder
-            sample.asked = prompt.ids + encoder.plain(new) if is_text else encoder.opening(conversation, prompt)
-            return self.tokens
-        if is_text:
-            ids = self.encoder.plain(new)
-        else:
-            *before, answer = conversation
-            ids = self.encoder.reply(before, answer["content"], sample.tokens[-1], new, prompt.where)
-        room = self.tokens - len(sample.tokens) - len(ids)
-        if room > 0:
-            sample.tokens += ids
-            sample.own += [False] * len(ids)
-            sample.logprobs += [0.0] * len(ids)
-            conversation += new
-        return room
-
-    def _turns(self, asked: Asked, texts: Mapping[int, str | None] | None) -> dict[int, Messages]:
-        """Return the messages of the episodes that go on, by place; the others get their rewards.
-
-        ``texts``: the model's answers, None of an episode without room for one, which is dropped; None: all begin. Each
-        episode lives on one rank.
-        """
-        samples = asked.samples
-
-        def play(places: list[int]) -> list[Any]:
-            if texts is None:
-                return list(self.rewards.begin([samples[i].name for i in places], [asked.prompts[i] for i in places]))
-            mine = {samples[i].name: texts[i] for i in places if i in texts}
-            self.rewards.drop([name for name, text in mine.items() if text is None])
-            turns = self.rewards.answer({name: text for name, text in mine.items() if text is not None})
-            return [turns.get(samples[i].name) for i in places]
-
-        result = {}
-        for i, turn in enumerate(divided(range(len(samples)), play)):
-            if isinstance(turn, list):
-                result[i] = turn
-            elif turn is not None:
-                self._take(samples[i], asked.prompts[i], turn)
-        return result
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -67,6 +67,15 @@ class Sample:
         return self.step, self.prompt, self.sample
 
 
+Asked = tuple[Sample, Prompt]
+"""A sample, and the prompt that it answers."""
+
+
+def describe(sample: Sample, prompt: Prompt) -> str:
+    """Return which sample it is in words, for messages."""
+    return f"{prompt.where} (prompt {sample.prompt}, sample {sample.sample} of step {sample.step})"
+
+
 @dataclass(frozen=True)
 class Request:
     """A text to continue."""

@@ -106,11 +106,11 @@ class VLLMEngine:
         if any(request.messages is not None for request in requests):
             raise UserError('rollout.engine = "vllm" takes prompts of text, and one has images; use "transformers"')
         rank, ranks = rank_and_ranks()
-        mine = {
+        bodies = {
             number: completion(requests[number], sampling, self._ends, self._served)
             for number in range(rank, len(requests), ranks)
         }
-        self._running = self._server.complete(mine, concurrent=-(-self._section.batch // ranks))
+        self._running = self._server.complete(bodies, concurrent=-(-self._section.batch // ranks))
         return self._running
 
     def finish(self, started: Future[dict[int, Answer]]) -> list[Answer]:
