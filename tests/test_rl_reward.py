@@ -199,14 +199,29 @@ FAILURES = {
 }
 
 
-def test_a_failure_names_function_record_sample_and_line(make: Make) -> None:
-    rewards = make(cases("def score(completion, record, sample):", FAILURES))
-    for case, told in enumerate(FAILURES.values()):
-        start = "reward.function: rewards.py:score failed for sort.jsonl, line 1 (prompt 0, sample 0 of step"
-        found = failure(lambda: rewards.check([({"case": case}, "sort.jsonl, line 1")]))  # noqa: B023
-        assert found.startswith(f"{start} 0): {told}")
-        found = failure(lambda: rewards.score(asked("", "b", case=case)))  # noqa: B023
-        assert found.startswith(f"{start} 5): {told}")
+BEGINNINGS = {
+    "yield 3": "it yielded 3, not messages",
+    "yield [{'role': 'user'}]": "it yielded a dict as a message, which has no role and content",
+    "yield [{'role': 'user', 'content': [b'']}]": "it yielded messages that are no JSON",
+    "return 1.0": "it returned before it yielded",
+    "yield record['no']": "rewards.py:12: KeyError: 'no'",
+    "import os; os._exit(1)": "its process ended with exit code 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "table"), [("score(completion, record, sample)", FAILURES), ("episode(record)", BEGINNINGS)]
+)
+def test_a_failure_names_function_record_sample_and_line(head: str, table: dict[str, str], make: Make) -> None:
+    name = head.partition("(")[0]
+    rewards = make(cases(f"def {head}:", table), f"rewards.py:{name}")
+    start = f"reward.function: rewards.py:{name} failed for sort.jsonl, line 1 (prompt 0, sample 0 of step"
+    for case, problem in enumerate(table.values()):
+        message = failure(lambda: rewards.check([({"case": case}, "sort.jsonl, line 1")]))  # noqa: B023
+        assert message.startswith(f"{start} 0): {problem}")
+        if name == "score":
+            message = failure(lambda: rewards.score(asked("", "b", case=case)))  # noqa: B023
+            assert message.startswith(f"{start} 5): {problem}")
 
 
 def test_of_several_failures_the_first_sample_s_is_told(make: Make) -> None:
@@ -326,11 +341,11 @@ def test_a_call_beyond_the_limit_gives_zero_and_the_others_their_reward(make: Ma
     wait_for(lambda: not any(map(runs, Path("started").read_text().split())))
 
 
-AHEAD = """
+IN_ORDER = """
 import os, signal, time
 def score(completion, record, sample):
     with open("calls", "a") as file:
-        file.write(f"{completion} {os.getpid()}\\n")
+        file.write(f"{completion}\\n")
     if completion == "37":
         time.sleep(60)
     if completion == "71" and os.path.exists("ends"):
@@ -339,19 +354,14 @@ def score(completion, record, sample):
 """
 
 
-def test_calls_that_were_sent_ahead_of_a_slow_one_are_sent_again(make: Make) -> None:
-    rewards = make(AHEAD, seconds=0.5)
-    found = rewards.score(asked(*map(str, range(100))))
-    assert found == [Reward(0.0, slow=True) if i == 37 else Reward(float(i)) for i in range(100)]
-    called = [int(line.split()[0]) for line in Path("calls").read_text().splitlines()]
-    assert called == list(range(100)), "each is begun once, in its order"
-
-
-def test_a_process_that_ends_among_calls_sent_ahead_is_told_of_the_one_it_worked_on(make: Make) -> None:
-    rewards = make(AHEAD, seconds=0.5)
+def test_each_call_is_begun_once_in_its_order_whatever_becomes_of_its_process(make: Make) -> None:
+    rewards, numbers = make(IN_ORDER, seconds=0.5), range(100)
+    scored = rewards.score(asked(*map(str, numbers)))
+    assert scored == [Reward(0.0, slow=True) if i == 37 else Reward(float(i)) for i in numbers]
+    assert [int(line) for line in Path("calls").read_text().splitlines()] == list(numbers)
     Path("ends").touch()
     with pytest.raises(UserError, match=r"line 36 \(prompt 35, sample 1 of step 5\): its process was ended"):
-        rewards.score(asked(*map(str, range(100))))
+        rewards.score(asked(*map(str, numbers)))
 
 
 def test_a_slow_list_is_slow_for_all_and_a_slow_check_is_an_error(make: Make) -> None:
@@ -482,24 +492,6 @@ def test_a_slow_episode_ends_and_those_beside_it_go_on_as_if_it_had_not(make: Ma
     assert (slow_said[0], slow_said[2]) == (said[0], said[2])
     for before, after in zip(ended, slow_ended, strict=True):
         assert after.slow or before.parts["target"] == after.parts["target"]
-
-
-BEGINNINGS = {
-    "yield 3": "it yielded 3, not messages",
-    "yield [{'role': 'user'}]": "it yielded a dict as a message, which has no role and content",
-    "yield [{'role': 'user', 'content': [b'']}]": "it yielded messages that are no JSON",
-    "return 1.0": "it returned before it yielded",
-    "yield record['no']": "rewards.py:12: KeyError: 'no'",
-    "import os; os._exit(1)": "its process ended with exit code 1",
-}
-
-
-def test_an_episode_that_begins_wrong_is_told_before_there_is_a_model(make: Make) -> None:
-    rewards = make(cases("def episode(record):", BEGINNINGS), "rewards.py:episode")
-    for case, told in enumerate(BEGINNINGS.values()):
-        found = failure(lambda: rewards.check([({"case": case}, "sort.jsonl, line 1")]))  # noqa: B023
-        start = "reward.function: rewards.py:episode failed for sort.jsonl, line 1 (prompt 0, sample 0 of step 0): "
-        assert found.startswith(start + told)
 
 
 def test_an_episode_that_ends_wrong_is_told_and_one_that_is_dropped_is_closed(make: Make) -> None:

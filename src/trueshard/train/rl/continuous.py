@@ -15,7 +15,6 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
@@ -145,7 +144,7 @@ class _Seeded(ContinuousBatchingLogitsProcessor):
         self._draw = draw
         self._end = end
         """A token that ends an answer; stands for the drawn one where the answer ends for another reason."""
-        self._rows = np.zeros(0, dtype=np.int64)
+        self._rows: list[int] = []
         """Rows of ``draw`` whose tokens are drawn next: transformers tells them before it calls."""
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
@@ -153,7 +152,7 @@ class _Seeded(ContinuousBatchingLogitsProcessor):
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         """Note whose tokens are drawn next. No tensor is needed."""
-        self._rows = np.array([int(request.state.request_id) for request in requests_with_new_token], dtype=np.int64)
+        self._rows = [int(request.state.request_id) for request in requests_with_new_token]
         return torch.empty(0, dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
@@ -163,6 +162,6 @@ class _Seeded(ContinuousBatchingLogitsProcessor):
             return scores
         tokens = self._draw.draw(self._rows, scores[:count])
         if self._end is not None:
-            ended = torch.from_numpy(self._draw.done[self._rows]).to(tokens.device)
+            ended = torch.tensor([self._draw.done[row] for row in self._rows], device=tokens.device)
             tokens = tokens.masked_fill(ended, self._end)
         return torch.cat([scores_of(tokens, like=scores[:count]), scores[count:]])

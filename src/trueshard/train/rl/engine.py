@@ -232,72 +232,64 @@ class Draw(LogitsProcessor):
         ends: Collection[int],
         encoder: PromptEncoder,
     ) -> None:
-        rows, most = len(requests), max(request.most for request in requests)
-        self._sampling, self._ends, self._tokenizer = sampling, np.array(sorted(ends)), encoder.tokenizer
+        self._requests, self._sampling, self._ends, self._tokenizer = requests, sampling, ends, encoder.tokenizer
         self._never = torch.tensor(encoder.never, dtype=torch.int64)
-        self._most = np.array([request.most for request in requests])
         self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
-        self._firsts = np.array([request.first for request in requests], dtype=np.uint64)
-        self._tokens = np.zeros((rows, most), dtype=np.int64)
-        self._logprobs = np.zeros((rows, most), dtype=np.float32)
-        self._lengths = np.zeros(rows, dtype=np.int64)
-        self._finished = np.zeros(rows, dtype=np.bool_)
-        self.done = np.zeros(rows, dtype=np.bool_)
-        """[rows]: True if the answer of a row has ended."""
-        self._all = np.arange(rows)
+        self._tokens: list[list[int]] = [[] for _ in requests]
+        self._logprobs: list[list[float]] = [[] for _ in requests]
+        self._finished = [False] * len(requests)
+        self.done = [False] * len(requests)
+        """True for each row whose answer has ended: transformers goes on with it until the longest has."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, [rows, vocabulary], of which the drawn token's alone are finite."""
-        return scores_of(self.draw(self._all, scores), like=scores)
+        return scores_of(self.draw(range(len(scores)), scores), like=scores)
 
     def draw(
         self,
-        rows: npt.NDArray[np.int64],  # [n], each at most once
-        scores: torch.Tensor,  # [n, vocabulary]
+        rows: Sequence[int],  # each at most once
+        scores: torch.Tensor,  # [len(rows), vocabulary]
     ) -> torch.Tensor:
-        """Draw the next token of some of the rows: int64 [n]. It counts unless the answer of its row has ended."""
+        """Draw the next token of some of the rows: int64 [len(rows)]. It counts unless its row's answer has ended."""
         greedy = self._sampling.temperature == 0
         logits = scores.float()
         if len(self._never):
             logits = logits.index_fill(1, self._never.to(logits.device), -torch.inf)
-        logs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
-        numbers = uniform(self._keys[rows], self._firsts[rows] + self._lengths[rows].astype(np.uint64))
-        chosen = logs.argmax(1) if greedy else drawn(self._warped(logs), torch.from_numpy(numbers))
-        self._record(rows, chosen.cpu().numpy(), logs.gather(1, chosen[:, None])[:, 0].cpu().numpy())
+        logprobs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
+        if greedy:
+            chosen = logprobs.argmax(1)
+        else:
+            places = np.array([self._requests[row].first + len(self._tokens[row]) for row in rows], dtype=np.uint64)
+            numbers = uniform(self._keys[list(rows)], places)
+            chosen = drawn(self._warped(logprobs), torch.from_numpy(numbers))
+        of_chosen = logprobs.gather(1, chosen[:, None])[:, 0]
+        for row, token, logprob in zip(rows, chosen.tolist(), of_chosen.tolist(), strict=True):
+            if not self.done[row]:
+                self._record(row, token, logprob)
         return chosen
 
-    def _warped(self, logs: torch.Tensor) -> torch.Tensor:
+    def _warped(self, logprobs: torch.Tensor) -> torch.Tensor:
         sampling, unused = self._sampling, torch.empty(0, dtype=torch.int64)
         if sampling.top_k:
-            logs = TopKLogitsWarper(sampling.top_k)(unused, logs)
-        return TopPLogitsWarper(sampling.top_p)(unused, logs) if sampling.top_p < 1 else logs
+            logprobs = TopKLogitsWarper(sampling.top_k)(unused, logprobs)
+        return TopPLogitsWarper(sampling.top_p)(unused, logprobs) if sampling.top_p < 1 else logprobs
 
-    def _record(
-        self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
-    ) -> None:
-        counts = ~self.done[rows]
-        live, tokens = rows[counts], tokens[counts]
-        self._tokens[live, self._lengths[live]] = tokens
-        self._logprobs[live, self._lengths[live]] = logprobs[counts]
-        self._lengths[live] += 1
-        ended = np.isin(tokens, self._ends)
-        if self._sampling.stop:
-            ended |= [self._at_stop(row) for row in live.tolist()]
-        self._finished[live] = ended
-        self.done[live] = ended | (self._lengths[live] >= self._most[live])
+    def _record(self, row: int, token: int, logprob: float) -> None:
+        self._tokens[row].append(token)
+        self._logprobs[row].append(logprob)
+        self._finished[row] = token in self._ends or self._at_stop(row)
+        self.done[row] = self._finished[row] or len(self._tokens[row]) >= self._requests[row].most
 
     def _at_stop(self, row: int) -> bool:
-        longest = max(len(text) for text in self._sampling.stop)
-        end = self._lengths[row]
-        text = self._tokenizer.decode(self._tokens[row, max(0, end - longest - 1) : end])  # a token is at least a byte
+        if not self._sampling.stop:
+            return False
+        longest = max(map(len, self._sampling.stop))
+        text = self._tokenizer.decode(self._tokens[row][-longest - 1 :])  # a token is at least a byte
         return any(stop in text for stop in self._sampling.stop)
 
     def answers(self) -> list[Answer]:
         """Return the answers of all rows."""
-        return [
-            Answer(self._tokens[row, :end].tolist(), self._logprobs[row, :end].tolist(), bool(self._finished[row]))
-            for row, end in enumerate(self._lengths.tolist())
-        ]
+        return list(map(Answer, self._tokens, self._logprobs, self._finished))
 
 
 class EndOfAnswers(StoppingCriteria):
@@ -307,7 +299,7 @@ class EndOfAnswers(StoppingCriteria):
         self._draw = draw
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.from_numpy(self._draw.done.copy()).to(input_ids.device)
+        return torch.tensor(self._draw.done, device=input_ids.device)
 
 
 def scores_of(

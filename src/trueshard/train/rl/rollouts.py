@@ -157,7 +157,6 @@ class Rollouts:
         self.sampler = Sampler(engine, rewards, encoder, self.rollout.tokens)
         self.loss.off_policy = self.rollout.ahead > 0 and self.sampler.in_background
         self._prompts, self._accumulate, self._microbatch = prompts, accumulate, microbatch
-        self._is_padding_probed = False  # it runs forwards, and so collectives: not here, but before the first step
         self.deals_in_turn = microbatch is not None
         """True if microbatch number n of a step, over all ranks, is that of rank n modulo ranks."""
         self._order = prompts.order(seed) if isinstance(prompts, Mixture) else Order(seed, [len(prompts)], [1])
@@ -188,8 +187,7 @@ class Rollouts:
         return self._batches.pop(0)
 
     def _begin_step(self) -> None:
-        if not self._is_padding_probed:
-            self._is_padding_probed = True
+        if not self.minibatch:  # the first step here; the constructor runs no forward, which is collective
             has_images = self.sampler.encoder.has_images
             self.loss.reads_mask = has_images or padding_is_seen(self.model, self._pad, self.device)
         self.step += 1

@@ -52,17 +52,16 @@ _PREFIX = "weights-"
 class VLLMEngine:
     """Generates on a vLLM server at ``rollout.url``; an `Engine`. Collective.
 
-    Args:
-        section: ``[rollout]``.
-        model: sharded by ``trueshard.shard``.
-        encoder: with the model's tokenizer.
-        folder: ``run.dir``; new weights are written below it.
-
-    Raises:
-        UserError: on every rank: no server answers, or not one that can be used.
+    Raises `UserError` on every rank if no server answers, or not one that can be used.
     """
 
-    def __init__(self, section: RolloutSection, model: nn.Module, encoder: PromptEncoder, folder: Path | None) -> None:
+    def __init__(
+        self,
+        section: RolloutSection,
+        model: nn.Module,  # sharded
+        encoder: PromptEncoder,
+        folder: Path | None,  # ``run.dir``: new weights are written below it
+    ) -> None:
         if folder is None:
             raise ValueError('rollout.engine = "vllm" puts new weights into a folder; give folder=')
         self._section, self._model = section, model
@@ -88,8 +87,7 @@ class VLLMEngine:
     def update(self, version: int) -> None:
         """Give the server the model's weights, after ``version`` optimizer steps, and probe it. Collective.
 
-        Raises:
-            UserError: on every rank: it did not take them, or its log-probabilities are not the model's.
+        Raises `UserError` on every rank if it did not take them, or if its log-probabilities are not the model's.
         """
         assert self._running is None, "finish() what was started with the old weights first"
         self._served = self._sync.send(version)
@@ -99,8 +97,7 @@ class VLLMEngine:
     def start(self, requests: Sequence[Request], sampling: Sampling) -> Future[dict[int, Answer]]:
         """Ask for answers in the background, one batch at a time; ``finish`` returns them. No collective.
 
-        Raises:
-            UserError: a request has images.
+        Raises `UserError` if a request has images.
         """
         assert self._running is None, "one batch at a time: finish() the one before first"
         if any(request.messages is not None for request in requests):
@@ -116,8 +113,7 @@ class VLLMEngine:
     def finish(self, started: Future[dict[int, Answer]]) -> list[Answer]:
         """Return the answers to what was started, in the order of its requests. Collective.
 
-        Raises:
-            UserError: on every rank: the server failed one of them, or took longer than ``rollout.timeout``.
+        Raises `UserError` on every rank if the server failed one of them, or took longer than ``rollout.timeout``.
         """
         try:
             parts = on_every_rank(started.result)

@@ -25,12 +25,7 @@ _LOWEST = -9999.0
 
 
 class Server:
-    """A vLLM server.
-
-    Args:
-        url: ``rollout.url``, such as "http://127.0.0.1:8000".
-        timeout: ``rollout.timeout``, in seconds.
-    """
+    """A vLLM server at ``rollout.url``; ``timeout``: ``rollout.timeout``, in seconds."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -52,8 +47,7 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Return the answer to a POST of ``body``, or to a GET if that is None: JSON, or else text.
 
-        Raises:
-            UserError: no answer within ``timeout`` seconds, ``rollout.timeout`` if None, or one that says what failed.
+        Raises `UserError` for an error, and if no answer comes within ``timeout`` seconds (None: ``rollout.timeout``).
         """
         return asyncio.run_coroutine_threadsafe(self._request(path, body, timeout), self._loop).result()
 
