@@ -67,7 +67,7 @@ class Rewards:
         self._labels = _labels(self._functions)
         self._processes = Processes(section.processes, self._functions, section.arguments, section.seconds)
         self._episodes: dict[Name, _Episode] = {}
-        """Those that wait for an answer."""
+        """Episodes that wait for an answer of the model, by the name of their sample."""
         self._begun = 0
         """Episodes begun so far: each goes to the next process."""
 
