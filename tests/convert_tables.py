@@ -33,8 +33,9 @@ def fill(page: str) -> str:
 def _sentence(rule: Rule) -> str:
     """Return why, and which values have no equivalent."""
     reasons: dict[str, list[str]] = {}
-    for value, reason in rule.unless.items():
-        reasons.setdefault(reason, []).append(f"`{str(value).lower()}`")
+    for value, (status, reason) in rule.listed.items():
+        if status == "none":
+            reasons.setdefault(reason, []).append(f"`{str(value).lower()}`")
     return "; ".join([rule.why, *(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())])
 
 

@@ -646,7 +646,7 @@ def test_an_older_spelling_beside_the_present_one_is_told(tmp_path: Path) -> Non
 def test_what_is_first_asked_and_then_given_is_set() -> None:
     draft = Draft({}, {"a": 3}, {}, None, "run")
     draft.ask("shard.replicate", "1", "copies")
-    draft.put("shard.replicate", 3, "a", 3)
+    draft.put("shard.replicate", 3, "a")
     assert draft.asked == {}
 
 
@@ -837,10 +837,10 @@ def test_a_word_of_theirs_cannot_break_out_of_its_comment_or_string(tmp_path: Pa
 
 def test_a_key_set_twice_in_the_same_way_is_no_contradiction() -> None:
     draft = Draft({}, {"a": 1, "b": 1}, {}, None, "run")
-    draft.put("train.seed", 1, "a", 1)
-    draft.put("train.seed", 1, "b", 1)
+    draft.put("train.seed", 1, "a")
+    draft.put("train.seed", 1, "b")
     with pytest.raises(Wrong):
-        draft.put("train.seed", 2, "b", 2)
+        draft.put("train.seed", 2, "b")
 
 
 def test_converting_imports_neither_transformers_nor_accelerate() -> None:

@@ -20,11 +20,12 @@ from trueshard.train.parse import fields, toml_value
 Status = Literal["set", "near", "always", "command", "none"]
 """set: the same here. near: set, and something differs. always: nothing to set. command: said when the run is started.
 none: no equivalent."""
-Kind = Literal["set", "always", "none", "command", "part", "later", "function"]
-"""Kinds of rules, as `tables` describes them; set: the value goes to our key."""
 AXES = ("shard.tensor", "shard.tensor.ranks", "shard.context")
 """Our keys that decide which ranks read the same samples: their rules are applied first."""
-Found = TypeVar("Found")
+NOT_ASKED: tuple[Status, str] = ("always", "not asked for")
+AS_GIVEN: Any = object()
+"""Stands for the value that one of their keys has."""
+Value = TypeVar("Value")
 
 
 class Wrong(ValueError):
@@ -39,30 +40,34 @@ class Word:
     differs: str = ""
     none: str = ""  # why there is no equivalent; empty: there is one
     always: str = "nothing to set"
-    copies: str = ""  # one whole copy of the model in each of the "ranks" or "machines"; empty: sharded over all
+    copies: str = ""  # one full copy of the model in each of the "ranks" or "machines"; empty: sharded over all
     ask: Sequence[str] = ()  # our key left to the user, example, what to give; "{}": their word
 
 
 @dataclass(frozen=True)
 class Rule:
     keys: tuple[str, ...]
-    kind: Kind
     becomes: str  # our key, an option of the command line, "always so" or "no equivalent"
     why: str
     shown: tuple[str, ...]
+    verdict: tuple[Status, str, str] | None = None  # status, note, ours: the same for all values; None: by the value
+    listed: Mapping[Any, tuple[Status, str]] = field(default_factory=dict)  # of single plain values: status, note
     default: Any = None
     last: bool = False  # true: applied after all others, since it depends on them
     read: Callable[[Any], Any] | None = None
     words: Mapping[str, Word] = field(default_factory=dict)
-    unset: frozenset[Any] = frozenset()
-    unless: Mapping[Any, str] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()  # other keys; where each of them is absent, "no" or `unset`, this one has no effect
+    needs: tuple[str, ...] = ()  # other keys; where none of them is on, this one has no effect
     yields: tuple[str, ...] = ()  # other keys, any of which counts instead of this one
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Other keys, and the plain values with which alone this one counts; "absent" if the key has no value."""
     otherwise: str = ""  # why there is no equivalent where `when` does not hold; empty: it has no effect there either
-    beside: tuple[str, ...] = ()  # other keys that the function reads
+    beside: tuple[str, ...] = ()  # other keys, or words, that the function reads
     function: Callable[[Draft, str, Any], None] | None = None
+
+    @property
+    def sets(self) -> bool:
+        """True if the value itself decides: neither is the verdict fixed, nor does a function read it."""
+        return self.verdict is None and self.function is None
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Entry:
 class Draft:
     """Our configuration in the making."""
 
-    rules: Mapping[str, Rule]  # the rule of each key that the source knows, or that is given
+    rules: Mapping[str, Rule]  # the rule of each key that the source has, or that is given
     given: Mapping[str, Any]  # the source's keys, dotted, and their values
     defaults: Mapping[str, Any]  # the source's values for keys that are absent
     ranks: int | None
@@ -88,84 +93,94 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)  # the comment beside each of our keys: its source
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # our keys left to the user: example, what to give
     entries: list[Entry] = field(default_factory=list)
-    _by_default: set[str] = field(default_factory=set)
+    _by_default: set[str] = field(default_factory=set)  # our keys set by a default of theirs, which the file overrides
 
     def apply(self, key: str) -> None:
         """Apply the rule of one of their keys; raises `Wrong` for a value the source would not take."""
         rule, value = self.rules[key], self.get(key)
-        other = next((each for each in rule.when if not self._is_one_of(each, rule.when[each])), None)
-        if (rule.kind in ("set", "none") or rule.unset) and not self._has(key):
-            self.tell(key, value, "always", "not asked for")
-        elif instead := next(filter(self._has, rule.yields), None):
-            self.tell(key, value, "always", f"{instead} counts instead")
-        elif rule.needs and not any(map(self._is_on, rule.needs)):
-            self.tell(key, value, "always", f"of no effect without {either(rule.needs)}")
-        elif other is not None:
-            without = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
-            self.tell(key, value, "none" if rule.otherwise else "always", rule.otherwise or without)
+        if without_effect := self._without_effect(rule, value):
+            self.tell(key, *without_effect)
         elif rule.function is not None:
             rule.function(self, key, value)
-        elif rule.kind == "set" and rule.words and (rule.read is None or str(value).lower() in rule.words):
-            self.put_word(key, value)
-        elif rule.kind == "set":
-            self.put(rule.becomes, rule.read(value) if rule.read else value, key, value)
-        elif rule.kind in ("always", "none"):
-            lost = rule.why if rule.kind == "none" else rule.unless.get(plain(value))
-            self.tell(key, value, "none" if lost else "always", lost or rule.why)
-        elif rule.kind == "command":
-            self.tell(key, value, "command", rule.becomes)
-        elif rule.kind == "part":
+        elif rule.verdict is not None:
             if rule.read and value is not None:
                 rule.read(value)
-            self.tell(key, value, "set", rule.why, rule.becomes)
+            self.tell(key, *rule.verdict)
+        elif rule.words and (rule.read is None or str(value).lower() in rule.words):
+            self.put_word(key, value)
+        else:
+            self.put(rule.becomes, rule.read(value) if rule.read else value, key)
+
+    def _without_effect(self, rule: Rule, value: Any) -> tuple[Status, str] | None:
+        """Return status and note of a value that the rule lists, or that is not looked at beside other keys."""
+        if value is not None or "none" not in rule.words:
+            if listed := rule.listed.get(plain(value)):
+                return listed
+            if value is None and rule.sets:
+                return NOT_ASKED
+        if instead := next(filter(self._has, rule.yields), None):
+            return "always", f"{instead} counts instead"
+        if rule.needs and not any(map(self.is_on, rule.needs)):
+            return "always", f"of no effect without {either(rule.needs)}"
+        for other, values in rule.when.items():
+            value = self.get(other, "absent")
+            if not any(plain(each) in values for each in (value if isinstance(value, list) else [value])):
+                without = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
+                return ("none", rule.otherwise) if rule.otherwise else ("always", without)
+        return None
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.given.get(key, self.defaults.get(key, default))
+        """Return the value of one of their keys: the file's, or their default; `default` where there is none."""
+        value = self.given.get(key, self.defaults.get(key))
+        return default if value is None else value
+
+    def count(self, key: str, default: Any = None) -> int:
+        """Return a number of theirs from 1 on; raises `Wrong` with its key."""
+        try:
+            return positive(self.get(key, default))
+        except Wrong as error:
+            raise Wrong(f"{key}: {error}") from None
+
+    def is_on(self, key: str) -> bool:
+        return self._has(key) and str(self.get(key) or "no").lower() not in FALSE
 
     def _has(self, key: str) -> bool:
         """Return True if one of their keys has a value, and not one that means "not given"."""
-        value, rule = self.get(key), self.rules[key]
-        return "none" in rule.words if value is None else plain(value) not in rule.unset
+        value = self.get(key)
+        return value is not None and plain(value) not in self.rules[key].listed
 
-    def _is_on(self, key: str) -> bool:
-        return self._has(key) and str(self.get(key) or "no").lower() not in FALSE
-
-    def _is_one_of(self, key: str, values: tuple[Any, ...]) -> bool:
-        found = self.get(key)
-        found = "absent" if found is None else found
-        return any(plain(each) in values for each in (found if isinstance(found, list) else [found]))
-
-    def tell(self, key: str, value: Any, status: Status, note: str, becomes: str = "") -> None:
+    def tell(self, key: str, status: Status, note: str, becomes: str = "", value: Any = AS_GIVEN) -> None:
         """Record what became of one of their keys. Defaults are not recorded."""
         if key in self.given:
-            self.entries.append(Entry(key, value, status, becomes, note))
+            self.entries.append(Entry(key, self.get(key) if value is AS_GIVEN else value, status, becomes, note))
 
-    def put(self, ours: str, value: Any, key: str, given: Any, status: Status = "set", note: str = "") -> None:
-        """Set a key of ours; raises `Wrong` if another of their keys has set it to something else."""
+    def put(self, ours: str, value: Any, key: str, note: str = "", *, differs: str = "", given: Any = AS_GIVEN) -> None:
+        """Set a key of ours from one of theirs; raises `Wrong` if another one has set it to something else."""
         if key not in self.given and (ours in self.tree or value == our_default(ours)):
             return
+        given = self.get(key) if given is AS_GIVEN else given
         if ours in self.tree and self.tree[ours] != value and ours not in self._by_default:
             raise Wrong(f"{key} = {given} contradicts {self.origins[ours]}: both decide {ours}; keep one")
         (self._by_default.discard if key in self.given else self._by_default.add)(ours)
         self.tree[ours] = value
         self.asked.pop(ours, None)
-        self.origins[ours] = f"{key} = {shown(given)}" if key in self.given else f"{key} = {shown(given)}, its default"
-        self.tell(key, given, status, note, f"{ours} = {toml_value(value)}")
+        self.origins[ours] = f"{key} = {shown(given)}" + ("" if key in self.given else ", its default")
+        becomes = f"{ours} = {toml_value(value)}"
+        self.tell(key, "near" if differs else "set", differs or note, becomes, given)
 
     def put_word(self, key: str, value: Any) -> None:
+        """Do what the rule of `key` lists for a value."""
         words = self.rules[key].words
         if value is None and "none" not in words:
-            self.tell(key, value, "always", "not asked for")
+            self.tell(key, *NOT_ASKED)
             return
         if set(words) == {"true", "false"}:
             value = boolean(value)
         word = self.word(key, value)
         for ours, each in word.sets.items():
-            self.put(ours, each, key, value, "near" if word.differs else "set", word.differs)
-        if word.none:
-            self.tell(key, value, "none", word.none)
-        elif not word.sets:
-            self.tell(key, value, "always", word.always)
+            self.put(ours, each, key, differs=word.differs, given=value)
+        if word.none or not word.sets:
+            self.tell(key, "none" if word.none else "always", word.none or word.always, value=value)
         if word.copies:
             self.replicate(word.copies, key, value)
         if word.ask:
@@ -174,11 +189,11 @@ class Draft:
     def word(self, key: str, value: Any) -> Word:
         """Return what the rule of `key` lists for a value, whatever its case; "*" is any other. Raises `Wrong`."""
         words = self.rules[key].words
-        found = "none" if value is None else str(value).strip()
-        known = {word.lower(): word for word in words}
-        if found.lower() not in known and "*" not in words:
-            raise Wrong(f"found {found!r}, wanted {either(words)}{nearest(found, words)}")
-        return words[known.get(found.lower(), "*")]
+        spelling = "none" if value is None else str(value).strip()
+        by_lower = {word.lower(): word for word in words}
+        if spelling.lower() not in by_lower and "*" not in words:
+            raise Wrong(f"found {spelling!r}, wanted {either(words)}{nearest(spelling, words)}")
+        return words[by_lower.get(spelling.lower(), "*")]
 
     @property
     def sharing(self) -> int:
@@ -190,9 +205,8 @@ class Draft:
     def readers(self) -> int | None:
         """The ranks that read different samples; None: unknown. Raises `Wrong` if the axes do not divide the ranks."""
         if self.ranks is not None and self.ranks % self.sharing:
-            axes = {key.removesuffix(".ranks"): self.tree[key] for key in AXES if key in self.tree}
-            said = " × ".join(f"{key} = {size}" for key, size in axes.items())
-            raise Wrong(f"{said} do not divide {self.ranks} ranks; change one of them, or --ranks")
+            axes = [f"{key.removesuffix('.ranks')} = {self.tree[key]}" for key in AXES if key in self.tree]
+            raise Wrong(f"{' × '.join(axes)} do not divide {self.ranks} ranks; change one of them, or --ranks")
         return None if self.ranks is None else self.ranks // self.sharing
 
     @property
@@ -202,13 +216,12 @@ class Draft:
         return f"{ranks} / {self.sharing}" if self.sharing > 1 else ranks
 
     def replicate(self, copies: str, key: str, value: Any) -> None:
-        """Keep one whole copy of the model in each of the ranks, or of those that share it (`copies="ranks"`), or in
-        each machine ("machines")."""
+        """Keep one full copy of the model in each rank, or group of ranks that share it ("ranks"), or "machines"."""
         number = self.readers if copies == "ranks" else self.machines
         if number is None:
             self.ask("shard.replicate", "1", f"as many as there are {copies}: a whole copy in each")
         else:
-            self.put("shard.replicate", number, key, value)
+            self.put("shard.replicate", number, key, given=value)
 
     def ask(self, ours: str, example: str, what: str) -> None:
         """Leave a key of ours to the user, unless it is set."""
@@ -245,10 +258,14 @@ def either(words: Iterable[Any]) -> str:
     return " or ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
 
 
-def nearest(word: str, known: Iterable[Any]) -> str:
-    lower = {str(each).lower(): str(each) for each in known}
-    near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
-    return f"; nearest: {lower[near[0]]}" if near else ""
+def nearest(word: str, candidates: Iterable[Any]) -> str:
+    by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; nearest: {by_lower[near[0]]}" if near else ""
+
+
+def later(draft: Draft, key: str, value: Any) -> None:
+    """Leave a key that decides something together with others to `finish` of its framework."""
 
 
 # Readers: values as other frameworks write them. YAML, JSON and environment variables do not agree on what a number is.
@@ -258,17 +275,17 @@ TRUE, FALSE = ("true", "yes", "y", "t", "on", "1"), ("false", "no", "n", "f", "o
 
 def boolean(value: Any) -> bool:
     """Read true or false, also as a word; raises `Wrong`, as every reader does."""
-    text = str(value).strip().lower()
-    return _checked(text, text in TRUE + FALSE, value, "true or false") in TRUE
+    word = str(value).strip().lower()
+    return checked(word, word in TRUE + FALSE, value, "true or false") in TRUE
 
 
 def number(value: Any) -> float:
     """Read a finite number; YAML gives "5e-5" as a word."""
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        result = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    return _checked(found, math.isfinite(found), value, "a number")
+        result = math.nan
+    return checked(result, math.isfinite(result), value, "a number")
 
 
 def number_or_inf(value: Any) -> float:
@@ -277,44 +294,42 @@ def number_or_inf(value: Any) -> float:
 
 
 def integer(value: Any) -> int:
-    found = number(value)
-    return int(_checked(found, found.is_integer(), value, "a whole number"))
+    return int(checked(number(value), number(value).is_integer(), value, "a whole number"))
 
 
 def positive(value: Any) -> int:
-    found = integer(value)
-    return _checked(found, found > 0, value, "a whole number from 1 on")
+    return checked(integer(value), integer(value) > 0, value, "a whole number from 1 on")
 
 
 def rounded_up(value: Any) -> int:
-    found = number(value)
-    return math.ceil(_checked(found, found > 0, value, "a number above 0"))
+    return math.ceil(checked(number(value), number(value) > 0, value, "a number above 0"))
 
 
 def numbers(value: Any) -> list[float]:
-    return [number(each) for each in _checked(value, isinstance(value, (list, tuple)), value, "an array of numbers")]
+    return [number(item) for item in checked(value, isinstance(value, (list, tuple)), value, "an array of numbers")]
 
 
 def names(value: Any) -> list[str]:
     """Read words with commas between them, or an array of words; empty ones are dropped."""
     listed = value.split(",") if isinstance(value, str) else value
-    good = isinstance(listed, (list, tuple)) and all(isinstance(each, str) for each in listed)
-    return [each.strip() for each in _checked(listed, good, value, "names with commas between them") if each.strip()]
+    good = isinstance(listed, (list, tuple)) and all(isinstance(name, str) for name in listed)
+    return [name.strip() for name in checked(listed, good, value, "names with commas between them") if name.strip()]
 
 
 def text(value: Any) -> str:
-    return str(_checked(value, isinstance(value, str) and value.strip(), value, "a word")).strip()
+    return str(checked(value, isinstance(value, str) and value.strip(), value, "a word")).strip()
 
 
 def table(value: Any) -> dict[str, Any]:
     """Read keys and values; None is an empty table."""
-    return dict(_checked(value or {}, value is None or isinstance(value, dict), value, "a table"))
+    return dict(checked(value or {}, value is None or isinstance(value, dict), value, "a table"))
 
 
-def _checked(found: Found, good: object, value: Any, wanted: str) -> Found:
+def checked(result: Value, good: object, value: Any, wanted: str) -> Value:
+    """Return what was read of a value; raises `Wrong` if that is not good."""
     if not good:
         raise Wrong(f"found {value!r}, wanted {wanted}")
-    return found
+    return result
 
 
 def plain(value: Any) -> Any:

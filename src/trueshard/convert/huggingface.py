@@ -7,10 +7,11 @@ length are arguments of the script, and so are asked for.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Set
 from typing import Any
 
-from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, table
+from trueshard.convert.engine import NOT_ASKED, Draft, Wrong, boolean, integer, number, positive, table
 from trueshard.convert.shared import batch
 from trueshard.convert.shared import recompute as recompute_blocks
 
@@ -30,16 +31,16 @@ def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
 def fsdp(draft: Draft, key: str, value: Any) -> None:
     """Read `fsdp`: true, or words as "full_shard auto_wrap offload"."""
     if value in (None, False, "", []):
-        draft.put("shard.reshard_after_forward", "never", key, value)
+        draft.put("shard.reshard_after_forward", "never", key)
         draft.replicate("ranks", key, value)
         return
     if value is True or str(value).lower() == "true":
-        draft.tell(key, value, "always", "fsdp_config says how")
+        draft.tell(key, "always", "fsdp_config says how")
         return
     for word in value if isinstance(value, list) else str(value).replace(",", " ").split():
-        strategy = draft.word(key, word).sets.keys() & {"shard.reshard_after_forward"}
+        strategy = "shard.reshard_after_forward" in draft.word(key, word).sets
         if strategy and "fsdp_config.reshard_after_forward" in draft.given:
-            draft.tell(key, word, "always", "fsdp_config.reshard_after_forward counts instead")
+            draft.tell(key, "always", "fsdp_config.reshard_after_forward counts instead", value=word)
         else:
             draft.put_word(key, word)
 
@@ -48,61 +49,62 @@ def warmup(draft: Draft, key: str, value: Any) -> None:
     """Read `warmup_steps`, a number or a share of the steps; or `warmup_ratio`, as it was called."""
     ratio, kind = number(value or 0), str(draft.get("lr_scheduler_type")).lower()
     if ratio and kind in ("constant", "reduce_lr_on_plateau"):
-        draft.tell(key, value, "none", f"{kind} has no warm-up, there either")
+        draft.tell(key, "none", f"{kind} has no warm-up, there either")
     elif key == "warmup_ratio" and (draft.get("warmup_steps") or not ratio):
-        draft.tell(key, value, "always", "warmup_steps counts instead" if ratio else "no warm-up by ratio")
+        draft.tell(key, "always", "warmup_steps counts instead" if ratio else "no warm-up by ratio")
     elif key == "warmup_steps" and not ratio and draft.given.get("warmup_ratio"):
-        draft.tell(key, value, "always", "warmup_ratio counts instead")
+        draft.tell(key, "always", "warmup_ratio counts instead")
     else:
-        _steps(draft, "schedule.warmup_steps", key, value, ratio)
+        _steps(draft, "schedule.warmup_steps", key, ratio)
 
 
 def every(draft: Draft, key: str, value: Any) -> None:
     """Read `logging_steps`, `eval_steps` or `save_steps`; `eval_steps` that are not given are `logging_steps`."""
-    given = draft.get("logging_steps") if value is None and key == "eval_steps" else value
-    _steps(draft, draft.rules[key].becomes, key, value, number(given))
+    steps = draft.get("logging_steps") if value is None and key == "eval_steps" else value
+    _steps(draft, draft.rules[key].becomes, key, number(steps))
 
 
-def _steps(draft: Draft, ours: str, key: str, value: Any, steps: float) -> None:
+def _steps(draft: Draft, ours: str, key: str, steps: float) -> None:
     """Set a number of steps; below 1 it is a share of all steps."""
-    whole = integer(draft.get("max_steps", -1))
+    of_all = integer(draft.get("max_steps", -1))
     if steps >= 1 or not steps:
-        draft.put(ours, integer(steps), key, value)
-    elif whole > 0:
-        draft.put(ours, math.ceil(steps * whole), key, value, "set", f"of {whole} steps")
+        draft.put(ours, integer(steps), key)
+    elif of_all > 0:
+        draft.put(ours, math.ceil(steps * of_all), key, f"of {of_all} steps")
     else:
-        draft.tell(key, value, "none", f"a share of steps that are not known yet; set {ours}")
+        draft.tell(key, "none", f"a share of steps that are not known yet; set {ours}")
         draft.ask(ours, "100", f"{steps} of all steps")
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
+    """Read the kind of a schedule with its keyword arguments."""
     kind, kwargs = str(value).lower(), "lr_scheduler_kwargs"
     word, more = draft.word(key, value), table(draft.get(kwargs))
-    if "schedule.decay" not in word.sets:
+    decay, note = word.sets.get("schedule.decay"), ""
+    if decay is None:
         draft.put_word(key, value)
         if more and not word.none:
-            draft.put("schedule.arguments", more, kwargs, more)
+            draft.put("schedule.arguments", more, kwargs)
         else:
-            draft.tell(kwargs, more, "none" if more else "always", f"part of {kind}")
+            draft.tell(kwargs, "none" if more else "always", f"part of {kind}", value=more)
         return
     final = _final(draft, kind, more)
-    note = ""
     if kind == "polynomial" and number(more.pop("power", 1.0)) != 1:
         note = "falls in a line; a power has no equivalent"
     if kind == "warmup_stable_decay":
         if more.pop("decay_type", "cosine") != "1-sqrt":
             note = "falls along 1 - √x"
         if "num_decay_steps" in more:
-            draft.put("schedule.decay_steps", positive(more["num_decay_steps"]), key, value)
+            draft.put("schedule.decay_steps", positive(more["num_decay_steps"]), key)
         more.pop("num_stable_steps", None)
-    decay = word.sets["schedule.decay"]
-    draft.put("schedule.decay", decay, key, value, "near" if note else "set", note)
+    draft.put("schedule.decay", decay, key, differs=note)
     if decay != "constant":
-        draft.put("schedule.final", round(final, 12), key, value)
-    steps = ("num_decay_steps", "num_warmup_steps", "num_training_steps")
-    lost = {name: more[name] for name in more if name not in steps}
-    why = "no equivalent in [schedule]" if lost else f"part of {kind}"
-    draft.tell(kwargs, lost or draft.get(kwargs), "none" if lost else "always", why)
+        draft.put("schedule.final", round(final, 12), key)
+    lost = {name: more[name] for name in more if not re.fullmatch("num_(decay|warmup|training)_steps", name)}
+    if lost:
+        draft.tell(kwargs, "none", "no equivalent in [schedule]", value=lost)
+    else:
+        draft.tell(kwargs, "always", f"part of {kind}")
 
 
 def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
@@ -118,16 +120,16 @@ def recompute(draft: Draft, key: str, value: Any) -> None:
     """Read `activation_checkpointing`, or `gradient_checkpointing` as it was called, with its keyword arguments."""
     nth = positive(draft.get(f"{key}_kwargs.every_n_layers", 1))
     if boolean(value or False):
-        recompute_blocks(draft, key, value, nth, 0, "full", f"every block, there each {nth}th")
+        recompute_blocks(draft, key, nth, 0, "full", f"every block, there each {nth}th")
     else:
-        draft.tell(key, value, "always", "not asked for")
+        draft.tell(key, *NOT_ASKED)
 
 
 def evaluation(draft: Draft) -> None:
     """Set when to evaluate, if that is asked for and `eval_steps` does not say it."""
     key = "logging_steps"
     if str(draft.get("eval_strategy")).lower() == "steps" and draft.get("eval_steps") is None and draft.defaults:
-        _steps(draft, "evaluation.every", key, draft.get(key), number(draft.get(key)))
+        _steps(draft, "evaluation.every", key, number(draft.get(key)))
 
 
 def finish(draft: Draft) -> None:

@@ -113,8 +113,9 @@ def advise(
     if source not in FRAMEWORKS:
         raise UserError(f"--for {source}: unknown; use one of {', '.join(FRAMEWORKS)}")
     draft, kind, title = drafted(path, source, ranks=ranks)
-    said = ["The file names no number of ranks: 8 are taken (--ranks)."] if draft.ranks is None else []
+    differs = []
     if draft.ranks is None:
+        differs = ["The file names no number of ranks: 8 are taken (--ranks)."]
         draft, kind, title = drafted(path, source, ranks=8)
     request = _request(draft, model or model_of(draft, path), {k: v for k, v in options.items() if v is not None})
     theirs = solve(request, progress)
@@ -122,15 +123,11 @@ def advise(
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
         best = theirs
     changes = tuple(_changes(kind, draft, theirs, best))
-    said += [
-        f"{each.key} = {shown(each.value)}: {each.note}." for each in draft.in_order() if _concerns(each.status, each)
-    ]
-    return Advice(f"{path.name} of {title}", theirs, best if changes else theirs, changes, tuple(said))
-
-
-def _concerns(status: str, entry: Any) -> bool:
-    """True if a key differs in what a forecast is made of."""
-    return status == "near" and entry.becomes.startswith(("shard.", "train.batch", "train.accumulate"))
+    forecast_of = ("shard.", "train.batch", "train.accumulate")
+    for entry in draft.in_order():
+        if entry.status == "near" and entry.becomes.startswith(forecast_of):
+            differs.append(f"{entry.key} = {shown(entry.value)}: {entry.note}.")
+    return Advice(f"{path.name} of {title}", theirs, best if changes else theirs, changes, tuple(differs))
 
 
 # Forwards
@@ -146,7 +143,7 @@ def _request(draft: Draft, model: str, options: Mapping[str, Any]) -> Request:
     accumulation = tree.get("train.accumulate", 1)
     microbatch = max(1, tree.get("train.batch_size", 1) // ((draft.readers or 1) * accumulation))
     clip = tree.get("train.max_grad_norm", 1.0)
-    given = {
+    theirs = {
         "model": model,
         "ranks": draft.ranks,
         "sequence": tree.get("train.sequence_length"),
@@ -165,7 +162,7 @@ def _request(draft: Draft, model: str, options: Mapping[str, Any]) -> Request:
         "offload": "none",
         **choices,
     }
-    return Request(**{**given, **options})
+    return Request(**{**theirs, **options})
 
 
 def _optimizer(path: str | None) -> str | None:
@@ -185,9 +182,9 @@ def model_of(draft: Draft, path: Path) -> str:
     family = name.lower().replace("_", "-")
     spelled = re.sub(r"(?<=llama)(?=\d)", "-", family)
     for words in (f"{spelled}-{flavor}", f"{family}-{flavor}", spelled):
-        found = architecture(words)
-        if found is not None and (words != spelled or not flavor or flavor.lower() == f"{found.parameters / 1e9:.0f}b"):
-            return found.name
+        match = architecture(words)
+        if match is not None and (words != spelled or not flavor or flavor.lower() == f"{match.parameters / 1e9:.0f}b"):
+            return match.name
     what = f"{name} {flavor} is no known architecture" if name else "it names no model"
     raise UserError(
         f"{path}: {what}; give the model after it: a known architecture (llama-3-8b), a folder with a config.json, or "
@@ -202,28 +199,28 @@ def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[s
     """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there."""
     assert request.microbatch is not None
     assert request.accumulation is not None
-    each = request.microbatch * request.accumulation
-    replicate = 1 if request.replicate == request.ranks else request.replicate  # whole copies everywhere shard nothing
+    of_rank = request.microbatch * request.accumulation
+    replicate = 1 if request.replicate == request.ranks else request.replicate  # full copies everywhere shard nothing
     free: dict[str, Any] = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "none"}
     space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free))
-    found = Evaluator(space, progress)
-    can_split = spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1)
+    evaluator = Evaluator(space, progress)
     sizes = [request.microbatch]
-    if can_split:
+    if spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1):
         sizes = [request.microbatch * 2, request.microbatch, request.microbatch // 2]
-    words = [each for each in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", each)]
-    again = [each for each in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", each)]
+    sizes = [size for size in sizes if size and of_rank % size == 0]
+    reshards = [word for word in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", word)]
+    recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
     offloads = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
     for offload in offloads:
-        for microbatch, reshard in itertools.product((n for n in sizes if n and each % n == 0), words):
-            setting = Setting(space.replicate or 1, microbatch, each // microbatch, offload)  # type: ignore[arg-type]
-            for recompute in again:
-                if found.evaluate(found.uniform(setting, reshard, recompute)).fits:
+        for microbatch, reshard in itertools.product(sizes, reshards):
+            setting = Setting(space.replicate or 1, microbatch, of_rank // microbatch, offload)  # type: ignore[arg-type]
+            for recompute in recomputes:
+                if evaluator.evaluate(evaluator.uniform(setting, reshard, recompute)).fits:
                     break  # to recompute more is slower
-        if found.best is not None:
-            return found.studies[found.best]
-    assert found.smallest is not None
-    return found.studies[found.smallest]
+        if evaluator.best is not None:
+            return evaluator.studies[evaluator.best]
+    assert evaluator.smallest is not None
+    return evaluator.studies[evaluator.smallest]
 
 
 # Backwards
@@ -231,12 +228,12 @@ def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[s
 
 def _changes(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Iterator[Change]:
     """Yield a change for each choice that differs."""
-    whole = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
+    total = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
     before, after = _chosen(theirs), _chosen(best)
     is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
         if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):
-            for change in spoken(kind, draft, ours, value, whole) or []:
+            for change in spoken(kind, draft, ours, value, total) or []:
                 if change.say or change.value != change.before:
                     yield change
 
@@ -253,23 +250,25 @@ def _chosen(study: Study) -> dict[str, Any]:
     }
 
 
-def spoken(kind: Framework, draft: Draft, ours: str, value: Any, whole: int = 0) -> list[Change] | None:
-    """Return how their framework says a choice; None if it has no words for it."""
+def spoken(kind: Framework, draft: Draft, ours: str, value: Any, total: int = 0) -> list[Change] | None:
+    """Return how their framework says a choice; None if it has no words for it. ``total``: samples of a step."""
     for back in kind.back:
-        if back.ours == ours and back.value in (None, value):
-            filled = {"{}": value, "{total}": whole}
-            keys = {key: filled.get(said, said) if isinstance(said, str) else said for key, said in back.keys.items()}
-            say = back.say.format(value) if back.say else ""
-            return [Change("", None, None, say)] if say else [_change(draft, *each) for each in keys.items()]
-    found = []
+        if back["ours"] == ours and back.get("value") in (None, value):
+            if "say" in back:
+                return [Change("", None, None, back["say"].format(value))]
+            filled = {"{}": value, "{total}": total}
+            return [_change(draft, key, filled.get(word, word)) for key, word in back["keys"].items()]
+    changes = []
     for rule in kind.rules:
         if rule.becomes == ours or any(ours in word.sets for word in rule.words.values()):
             key = _key(rule, draft)
-            word = _word(rule, ours, value, draft.given.get(key, key)) if rule.words else value
-            if word is not None and (rule.words or rule.kind == "set"):
-                found.append(_change(draft, key, word))
-    present = [each for each in found if each.before is not None]
-    return present or found[:1] or None
+            if rule.words:
+                value_there = _word(rule, ours, value, draft.given.get(key, key))
+            else:
+                value_there = value if rule.sets else None
+            if value_there is not None:
+                changes.append(_change(draft, key, value_there))
+    return [change for change in changes if change.before is not None] or changes[:1] or None
 
 
 def _change(draft: Draft, key: str, value: Any) -> Change:
@@ -278,8 +277,7 @@ def _change(draft: Draft, key: str, value: Any) -> Change:
 
 def _key(rule: Rule, draft: Draft) -> str:
     """Return the key of a rule that the file has, else the one that counts in FSDP's newer version, else the first."""
-    given = [key for key in rule.keys if key in draft.given]
-    if given:
+    if given := [key for key in rule.keys if key in draft.given]:
         return given[-1]
     return rule.keys[-1] if rule.beside and str(draft.given.get(rule.beside[0], 1)) == "2" else rule.keys[0]
 
@@ -287,24 +285,22 @@ def _key(rule: Rule, draft: Draft) -> str:
 def _word(rule: Rule, ours: str, value: Any, present: Any) -> Any:
     """Return their word for a value of ours, spelled as the file has it; None if there is none.
 
-    A word that sets nothing says our default; one that makes whole copies says more than the value.
+    A word that sets nothing says our default; one that makes full copies says more than the value.
     """
     is_default = value == our_default(ours)
-    means = [
+    names = [
         name
         for name, word in rule.words.items()
         if not (word.none or word.copies)
         and (word.sets.get(ours) == value or (is_default and not word.sets and not word.ask))
     ]
-    switches = [name for name in means if name in TRUE + FALSE and not name.isdigit()]
-    is_switch = isinstance(present, bool) or str(present).lower() in ("true", "false") or "reshard" in str(present)
-    if switches and (is_switch or len(switches) == len(means)):
+    switches = [name for name in names if name in TRUE + FALSE and not name.isdigit()]
+    is_switch = str(present).lower() in ("true", "false") or "reshard" in str(present)
+    if switches and (is_switch or len(switches) == len(names)):
         return switches[0] in TRUE
-    if not means:
-        return None
-    kept = [name for name in means if str(present).lower() == name.lower()]
-    name = (kept or [mean for mean in means if not mean.isdigit()] or means)[0]
-    return int(name) if name.isdigit() else name
+    as_present = [name for name in names if str(present).lower() == name.lower()]
+    name = next(iter([*as_present, *(name for name in names if not name.isdigit()), *names]), "")
+    return int(name) if name.isdigit() else name or None
 
 
 def _row(name: str, study: Study) -> tuple[str, ...]:

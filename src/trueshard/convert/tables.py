@@ -1,4 +1,4 @@
-"""The frameworks that `trueshard convert` knows, read from the tables in `frameworks/`.
+"""The frameworks that `trueshard convert` has rules for, read from the tables in `frameworks/`.
 
 Each framework is a table in `frameworks/`: what concerns it as a whole, then a `[[rule]]` a key, or several alike:
 
@@ -6,10 +6,11 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
   these differ.
 - One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
-- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here.
+- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here. A text that starts
+  with "$" stands in `[texts]` of `shared.toml`.
 - With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
   theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
-- `unset` (of `set`) and `off` (of `none`): values that mean "not asked for". `unless`: values without equivalent.
+- `off`: values that mean "not asked for". `unless`: values without equivalent.
   `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
 - `[[back]]`, with `ours` and perhaps `value`: what a choice of a plan is there, where no word of a rule says it: `keys`
@@ -23,26 +24,15 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from trueshard.convert.engine import Draft, Kind, Rule, Word, plain
+from trueshard.convert.engine import NOT_ASKED, Draft, Rule, Status, Word, plain
 from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 NOTHING = (None, "", "none")
-FIXED = {"always": "always so", "none": "no equivalent"}
-
-
-@dataclass(frozen=True)
-class Back:
-    """Value of a choice of ours in a framework, where no rule's words say it."""
-
-    ours: str
-    value: Any = None  # None: any
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    say: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,9 +45,9 @@ class Framework:
     rules: tuple[Rule, ...]  # and those of the framework that it extends
     finish: Callable[[Draft], None]  # sets what several keys decide, such as batch sizes, and asks for what is missing
     arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
-    marks: tuple[str, ...]  # keys of the top level that only this kind has
-    silent: tuple[str, ...]  # a file of these sections alone says nothing of other keys, which else have defaults
-    back: tuple[Back, ...] = ()
+    marks: Sequence[str]  # keys of the top level that only this kind has
+    silent: Sequence[str]  # a file of these sections alone says nothing of other keys, which else have defaults
+    back: Sequence[Mapping[str, Any]]  # `ours`, and `value` (absent: any), in `keys` of theirs, or as `say`
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
@@ -89,9 +79,9 @@ def framework(file: str) -> Framework:
         rules=own + tuple(_inherited(tree, own)),
         finish=_named(tree["finish"]),
         arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
-        marks=tuple(tree.get("marks", ())),
-        silent=tuple(tree.get("silent", ())),
-        back=tuple(Back(**row) for row in tree.get("back", ())),
+        marks=tree.get("marks", ()),
+        silent=tree.get("silent", ()),
+        back=tree.get("back", ()),
     )
 
 
@@ -111,12 +101,12 @@ def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if "include" not in row:
             yield {**row, "keys": _listed(row["keys"])}
             continue
-        for each in tree.get(row["include"]) or table("shared")[row["include"]]:
-            keys = _listed(each["keys"])
+        for included in tree.get(row["include"]) or table("shared")[row["include"]]:
+            keys = _listed(included["keys"])
             shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
-            when = {spelled(row, [key])[0]: values for key, values in each.get("when", {}).items()}
-            more = {name: spelled(row, each.get(name, ())) for name in ("needs", "beside")}
-            yield {**each, **more, "keys": spelled(row, keys), "when": when, "shown": shown}
+            when = {spelled(row, [key])[0]: values for key, values in included.get("when", {}).items()}
+            more = {name: spelled(row, included.get(name, ())) for name in ("needs", "beside")}
+            yield {**included, **more, "keys": spelled(row, keys), "when": when, "shown": shown}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
@@ -127,36 +117,50 @@ def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
 
 
 def _rule(row: Mapping[str, Any]) -> Rule:
-    kind: Kind = next((kind for kind in get_args(Kind) if kind in row), "set")
-    becomes = FIXED.get(kind) or row.get("becomes") or row[kind]
-    unless = {plain(value): each["none"] for each in row.get("unless", ()) for value in each["of"]}
-    unset = (None, *row["unset"]) if "unset" in row else (*NOTHING, *row.get("off", ())) if kind == "none" else ()
+    kind = next((kind for kind in ("function", "always", "none", "command", "part", "later") if kind in row), "set")
+    becomes = {"always": "always so", "none": "no equivalent"}.get(kind) or row.get("becomes") or row[kind]
+    why = _text(row[kind] if kind in ("always", "none") else row["why"])
+    verdicts: dict[str, tuple[Status, str, str]] = {
+        "always": ("always", why, ""),
+        "none": ("none", why, ""),
+        "command": ("command", becomes, ""),
+        "part": ("set", why, becomes),
+    }
+    off = (*NOTHING, *row.get("off", ())) if kind == "none" else (None, *row["off"]) if "off" in row else ()
+    listed: dict[Any, tuple[Status, str]] = dict.fromkeys(map(plain, off), NOT_ASKED)
+    for exception in row.get("unless", ()):
+        listed |= {plain(value): ("none", _text(exception["none"])) for value in exception["of"]}
     more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
     more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
+    function = {"function": row.get("function"), "later": "later"}.get(kind)
     return Rule(
-        kind=kind,
         becomes=becomes,
-        why=row[kind] if kind in FIXED else row["why"],
+        why=why,
         shown=tuple(_listed(row.get("shown", row["keys"]))),
+        verdict=verdicts.get(kind),
+        listed=listed,
         read=_named(row["read"]) if "read" in row else None,
         words=dict(_words(row.get("words", ()), becomes)),
-        unset=frozenset(map(plain, unset)),
-        unless=unless,
         when={key: tuple(values) for key, values in row.get("when", {}).items()},
-        function=_named(row["function"]) if kind == "function" else None,
+        function=_named(function) if function else None,
         **more,
     )
 
 
 def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
-    for each in _listed(listed):
-        if isinstance(each, str):
-            yield from _words(table("shared")["words"][each], becomes)
+    for entry in _listed(listed):
+        if isinstance(entry, str):
+            yield from _words(table("shared")["words"][entry], becomes)
             continue
-        more = {name: value for name, value in each.items() if name not in ("of", "value", "sets")}
-        sets = {becomes: each["value"]} if "value" in each else {}
-        word = Word({**sets, **each.get("sets", {})}, **more)
-        yield from ((of, word) for of in _listed(each["of"]))
+        more = {name: _text(value) for name, value in entry.items() if name not in ("of", "value", "sets")}
+        sets = {becomes: entry["value"]} if "value" in entry else {}
+        word = Word({**sets, **entry.get("sets", {})}, **more)
+        yield from ((of, word) for of in _listed(entry["of"]))
+
+
+def _text(value: Any) -> Any:
+    """Return a text of `[texts]` for its name after "$"; any other value as it is."""
+    return table("shared")["texts"][value[1:]] if isinstance(value, str) and value.startswith("$") else value
 
 
 def _named(name: str) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trueshard.convert.engine import Draft, Wrong, boolean, integer, number, positive, text
-from trueshard.convert.shared import batch, count, recompute
+from trueshard.convert.engine import NOT_ASKED, Draft, boolean, checked, integer, number, positive, text
+from trueshard.convert.shared import NEEDS_RANKS, batch, count, pieces, recompute
 from trueshard.train.parse import toml_value
 
 
@@ -18,21 +18,19 @@ def decay_type(draft: Draft, key: str, value: Any) -> None:
     shape, ratio = str(value).lower(), draft.get("lr_scheduler.decay_ratio")
     draft.word(key, value)
     steps = positive(draft.get("lr_scheduler.total_steps") or draft.get("training.steps"))
-    warm = integer(draft.get("lr_scheduler.warmup_steps"))
-    falling = steps - warm if ratio is None else min(round(number(ratio) * steps), steps - warm)
-    if falling < steps - warm or shape == "sqrt":
-        note = "" if shape == "sqrt" else f"falls along 1 - √x over the last {falling} steps, there {shape}"
-        draft.put("schedule.decay", "wsd", key, value, "near" if note else "set", note)
-        if falling > 0:
-            draft.put("schedule.decay_steps", falling, key, value)
-    else:
-        draft.put("schedule.decay", shape, key, value)
+    after_warmup = steps - integer(draft.get("lr_scheduler.warmup_steps"))
+    falling = after_warmup if ratio is None else min(round(number(ratio) * steps), after_warmup)
+    if falling == after_warmup and shape != "sqrt":
+        draft.put("schedule.decay", shape, key)
+        return
+    note = "" if shape == "sqrt" else f"falls along 1 - √x over the last {falling} steps, there {shape}"
+    draft.put("schedule.decay", "wsd", key, differs=note)
+    if falling > 0:
+        draft.put("schedule.decay_steps", falling, key)
 
 
 def share(value: Any) -> float:
-    if not 0 <= number(value) <= 1:
-        raise Wrong(f"found {value!r}, wanted a share from 0 to 1")
-    return number(value)
+    return checked(number(value), 0 <= number(value) <= 1, value, "a share from 0 to 1")
 
 
 def folder(value: Any) -> str:
@@ -43,35 +41,35 @@ def folder(value: Any) -> str:
 def selected(draft: Draft, key: str, value: Any) -> None:
     """Read `selective_ac_option`: "op", or every so many blocks, which are counted from 1."""
     if str(value) == "op":
-        draft.put("shard.activation_checkpointing", "selective", key, value)
+        draft.put("shard.activation_checkpointing", "selective", key)
         return
     every = positive(value)
     note = f"every {every}th block there; here what is dear to recompute is kept of each"
-    recompute(draft, key, value, every, every - 1, "selective", note)
+    recompute(draft, key, every, every - 1, "selective", note)
 
 
 def samples(draft: Draft, key: str, value: Any) -> None:
     """Read `validation.steps` with the batch of a rank; -1: all samples."""
     steps = integer(value)
     if steps > 0 and draft.readers:
-        each = positive(draft.get("validation.local_batch_size"))
+        of_rank = positive(draft.get("validation.local_batch_size"))
         readers = draft.readers // _degree(draft, "pipeline_parallel")
-        draft.put("evaluation.samples", steps * each * readers, key, value)
+        draft.put("evaluation.samples", steps * of_rank * readers, key)
     elif steps > 0:
         factors = f"{steps} × validation.local_batch_size × {draft.readers_in_words}"
         draft.ask("evaluation.samples", "100", f"{factors}; --ranks works it out")
-        draft.tell(key, value, "set", "which needs the number of ranks", "evaluation.samples")
+        draft.tell(key, "set", NEEDS_RANKS, "evaluation.samples")
     else:
-        draft.tell(key, value, "always", "all samples")
+        draft.tell(key, "always", "all samples")
 
 
 def trackers(draft: Draft, key: str, value: Any) -> None:
     """Read `metrics.enable_tensorboard` and `metrics.enable_wandb` together."""
-    chosen = [each for each in ("tensorboard", "wandb") if boolean(draft.get(f"metrics.enable_{each}") or False)]
+    chosen = [name for name in ("tensorboard", "wandb") if boolean(draft.get(f"metrics.enable_{name}") or False)]
     if boolean(value):
-        draft.put("log.to", chosen, key, value)
+        draft.put("log.to", chosen, key)
     else:
-        draft.tell(key, value, "always", "not asked for")
+        draft.tell(key, *NOT_ASKED)
 
 
 def ranks(draft: Draft, key: str, value: Any) -> None:
@@ -84,10 +82,9 @@ def ranks(draft: Draft, key: str, value: Any) -> None:
         ranks *= _degree(draft, kind)
     if ranks > 1:
         draft.ranks = draft.ranks or ranks
-        product = "" if ranks == value else f" {ranks}, the product of all degrees"
-        draft.tell(key, value, "command", f"--nproc{product}")
+        draft.tell(key, "command", "--nproc" if ranks == value else f"--nproc {ranks}, the product of all degrees")
     else:
-        draft.tell(key, value, "always", "as many as there are ranks")
+        draft.tell(key, "always", "as many as there are ranks")
 
 
 def _degree(draft: Draft, kind: str) -> int:
@@ -96,13 +93,13 @@ def _degree(draft: Draft, kind: str) -> int:
 
 def tensor(draft: Draft, key: str, value: Any) -> None:
     """Read `tensor_parallel_degree`; there sequences and logits are split too, unless other keys say otherwise."""
-    split, whole = (draft.get(f"parallelism.{each}") for each in ("enable_sequence_parallel", "disable_loss_parallel"))
-    note = "" if boolean(whole or False) else "each rank has the whole logits, there a part: the same loss, more memory"
-    splits = boolean(True if split is None else split)
-    ours = "shard.tensor.ranks" if splits else "shard.tensor"
-    draft.put(ours, positive(value), key, value, "near" if note else "set", note)
-    if splits:
-        draft.put("shard.tensor.sequence", True, key, value)
+    note = "each rank has the whole logits, there a part: the same loss, more memory"
+    differs = "" if boolean(draft.get("parallelism.disable_loss_parallel", False)) else note
+    if boolean(draft.get("parallelism.enable_sequence_parallel", True)):
+        draft.put("shard.tensor.ranks", positive(value), key, differs=differs)
+        draft.put("shard.tensor.sequence", True, key)
+    else:
+        draft.put("shard.tensor", positive(value), key, differs=differs)
 
 
 def finish(draft: Draft) -> None:
@@ -111,11 +108,10 @@ def finish(draft: Draft) -> None:
         place = toml_value(draft.tree.get("tokenizer.path", "path/to/model"))
         flavor = f"{draft.get('model.name')} {draft.get('model.flavor')}"
         draft.ask("model.config", place, f"a directory with the config.json of {flavor}; with weights: model.path")
-    older = "training.batch_size" in draft.given
-    per_rank = "training.batch_size" if older else "training.local_batch_size"
-    if older:
-        each = "training.local_batch_size"
-        draft.tell(each, draft.get(each), "always", f"{per_rank} counts instead")
+    per_rank = "training.local_batch_size"
+    if (older := "training.batch_size") in draft.given:
+        draft.tell(per_rank, "always", f"{older} counts instead")
+        per_rank = older
     if _degree(draft, "pipeline_parallel") > 1:
         _batch_of_pipelines(draft, per_rank, _degree(draft, "pipeline_parallel"))
     else:
@@ -124,20 +120,19 @@ def finish(draft: Draft) -> None:
 
 def _batch_of_pipelines(draft: Draft, per_rank: str, stages: int) -> None:
     """Set the batch that the ranks of a pipeline share there; here each of them reads its own part of the same step."""
-    key, each, readers = "training.global_batch_size", positive(draft.get(per_rank)), draft.readers
+    key, most, readers = "training.global_batch_size", positive(draft.get(per_rank)), draft.readers
     total = count(draft, key)
     if total is None and readers is not None:
-        total = each * readers // stages
+        total = most * readers // stages
     note = f"{stages} ranks share a batch there, by a pipeline"
-    if total is None or readers is None or total % readers:
-        there = f"{each} × {draft.readers_in_words} / {stages} there"
-        draft.ask("train.batch_size", str(total or each), f"{there}; a multiple of {draft.readers_in_words} here")
-        draft.tell(per_rank, each, "none", f"{note}; set train.batch_size")
-        draft.tell(key, draft.get(key), "always", f"with {per_rank}")
+    if not total or readers is None or total % readers:
+        there = f"{most} × {draft.readers_in_words} / {stages} there"
+        draft.ask("train.batch_size", str(total or most), f"{there}; a multiple of {draft.readers_in_words} here")
+        draft.tell(per_rank, "none", f"{note}; set train.batch_size", value=most)
+        draft.tell(key, "always", f"with {per_rank}")
         return
-    of_rank = total // readers
-    pieces = next(number for number in range(1, of_rank + 1) if of_rank % number == 0 and of_rank // number <= each)
-    draft.put("train.batch_size", total, key, draft.get(key))
-    draft.put("train.accumulate", pieces, per_rank, each, "near", f"{note}; the whole stays")
+    draft.put("train.batch_size", total, key)
+    accumulate = pieces(total // readers, most)
+    draft.put("train.accumulate", accumulate, per_rank, differs=f"{note}; the whole stays", given=most)
     draft.origins["train.batch_size"] = f"{total} of all ranks, as there"
-    draft.tell(key, draft.get(key), "set", "as there", f"train.batch_size = {total}")
+    draft.tell(key, "set", "as there", f"train.batch_size = {total}")
