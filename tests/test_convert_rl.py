@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -10,51 +11,17 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from test_convert import accepted, refused, status, written
-from trueshard.convert.converting import Converted, convert
+from test_convert import BASES, accepted, converted, nested, refused, status, value_of, written
+from trueshard.convert.converting import convert
 from trueshard.convert.tables import FRAMEWORKS
-from trueshard.train.config import Config
+from trueshard.errors import UserError
 
 KEYS = Path(__file__).with_name("convert_keys")
 INDEX = {source.name: source.index for source in FRAMEWORKS}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 4}
-
-
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as tables."""
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *tables, last = key.split(".")
-        inner = tree
-        for name in tables:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return tree
-
-
-def from_easyr1(folder: Path, ranks: int | None = 4, **keys: Any) -> Converted:
-    tree = nested({"worker.rollout.n": 4, **{key.replace("__", "."): value for key, value in keys.items()}})
-    return convert(written(folder, "easyr1.yaml", tree), "easyr1", ranks=ranks)
-
-
-def from_verl(folder: Path, keys: dict[str, Any], ranks: int | None = 4) -> Converted:
-    return convert(written(folder, "verl.yaml", nested(GRPO | keys)), "verl", ranks=ranks)
-
-
-def from_trl(folder: Path, ranks: int | None = 4, **fields: Any) -> Converted:
-    tree = {"model_name_or_path": "m", "dataset_name": "d", **fields}
-    return convert(written(folder, "trl.yaml", tree), "trl", ranks=ranks)
-
-
-def rl_of(folder: Path, converted: Converted) -> Any:
-    config = config_of(folder, converted)
-    assert config.rl is not None
-    return config.rl
-
-
-def config_of(folder: Path, converted: Converted) -> Config:
-    return accepted(folder, converted, **{"train.sequence_length": 4096, "rl.samples": 4, "rl.advantage": "group"})
+GRPO = BASES["verl"]
+ADVANTAGES = {"grpo": "group", "rloo": "leave_one_out", "remax": "greedy", "reinforce_plus_plus": "batch"}
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
 
 
 # ---- every key of a stated version is known
@@ -84,9 +51,9 @@ def test_trl_knows_every_training_argument() -> None:
 
 def test_every_key_of_verls_composed_file_is_told_and_none_is_an_error(tmp_path: Path) -> None:
     tree = {key: INDEX["verl"][key].default if key in INDEX["verl"] else None for key in listed("verl")}
-    converted = convert(written(tmp_path, "verl.yaml", nested(tree | GRPO)), ranks=8)
-    assert converted.source == "verl"
-    assert len(converted.entries) > 200
+    result = convert(written(tmp_path, "verl.yaml", nested(tree | GRPO)), ranks=8)
+    assert result.source == "verl"
+    assert len(result.entries) > 200
 
 
 @pytest.mark.parametrize(
@@ -104,170 +71,217 @@ def test_a_framework_is_guessed_by_its_mark(key: str, source: str, tmp_path: Pat
     assert convert(path, ranks=4).source == source
 
 
-# ---- algorithms
+# ---- what keys mean
+
+FREEZE = {"worker.actor.model.freeze_vision_tower": True, "worker.actor.model.lora.rank": 16}
+ADAPTER = {"adapter.rank": 16, "adapter.alpha": 64, "adapter.targets": "all-linear"}
+REWARD_KL = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.02}
+MINIBATCHES = {"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 16}
+MINIBATCHES |= {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}
+FREQUENCIES = {"trainer.total_training_steps": 10, "trainer.save_freq": 2, "trainer.test_freq": 5}
+FREQUENCIES |= {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.2}
+TOKENS = {"data.train_batch_size": 16, f"{ACTOR}.ppo_mini_batch_size": 16, f"{ACTOR}.use_dynamic_bsz": True}
+TOKENS |= {f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}
+MICROBATCHES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
+FILTERED = {"algorithm.online_filtering": True, "trainer.max_try_make_batch": 10}
+VALIDATED = {"trainer.test_freq": 1, f"{ROLLOUT}.val_kwargs.temperature": 1.0}
+EVALUATED = {"eval_strategy": "steps", "logging_steps": 7, "num_generations_eval": 2}
+SERVED = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9000}
+MASKED = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5}
+BUFFER, LEN = "reward.reward_kwargs.overlong_buffer_cfg", {"enable": True, "len": 128, "penalty_factor": 1.0}
+CORRECTED = "algorithm.rollout_correction.rollout_"
+ROW = tuple[str, dict[str, Any], dict[str, Any]]
+SETS: list[ROW] = [
+    # An advantage has its word; GRPO without the deviation is centred.
+    *(
+        (source, {"algorithm.adv_estimator": theirs}, {"rl.advantage": ours})
+        for source in ("easyr1", "verl")
+        for theirs, ours in ADVANTAGES.items()
+    ),
+    ("verl", {"algorithm.norm_adv_by_std_in_grpo": False}, {"rl.advantage": "centred"}),
+    ("trl", {"scale_rewards": "group"}, {"rl.advantage": "group"}),
+    ("trl", {"scale_rewards": True}, {"rl.advantage": "group"}),
+    ("trl", {"scale_rewards": "none"}, {"rl.advantage": "centred"}),
+    ("trl", {"scale_rewards": False}, {"rl.advantage": "centred"}),
+    # TRL's loss is a loss and an average.
+    ("trl", {"loss_type": "grpo"}, {"rl.loss": "clip", "rl.average": "sequence"}),
+    ("trl", {"loss_type": "dapo"}, {"rl.loss": "clip", "rl.average": "token"}),
+    ("trl", {"loss_type": "dr_grpo"}, {"rl.loss": "clip", "rl.average": "length"}),
+    ("trl", {"loss_type": "sapo"}, {"rl.loss": "soft", "rl.average": "sequence"}),
+    ("trl", {"loss_type": "grpo", **OF_SEQUENCES}, {"rl.loss": "sequence", "rl.average": "sequence"}),
+    ("trl", {"loss_type": "luspo", **OF_SEQUENCES}, {"rl.loss": "sequence", "rl.average": "length"}),
+    # A loss has its word, and only clipped ones a dual clip.
+    ("easyr1", {"worker.actor.loss_type": "default"}, {"rl.loss": "clip", "rl.dual_clip": 3.0}),
+    ("easyr1", {"worker.actor.loss_type": "gspo"}, {"rl.loss": "sequence", "rl.dual_clip": 3.0}),
+    ("easyr1", {"worker.actor.loss_type": "cispo"}, {"rl.loss": "weight", "rl.dual_clip": None}),
+    ("easyr1", {"worker.actor.loss_type": "sapo"}, {"rl.loss": "soft", "rl.dual_clip": None}),
+    ("verl", {f"{ACTOR}.policy_loss.loss_mode": "vanilla"}, {"rl.loss": "clip", "rl.dual_clip": 3.0}),
+    ("verl", {f"{ACTOR}.policy_loss.loss_mode": "gspo"}, {"rl.loss": "sequence", "rl.dual_clip": None}),
+    ("verl", {f"{ACTOR}.policy_loss.loss_mode": "cispo"}, {"rl.loss": "weight", "rl.dual_clip": None}),
+    ("verl", {f"{ACTOR}.policy_loss.loss_mode": "sapo"}, {"rl.loss": "soft", "rl.dual_clip": None}),
+    # The range of CISPO is that of its framework; a bound of both sides is a dual clip where it cuts no more.
+    ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, {"rl.clip": [1.0, 4.0]}),
+    ("trl", {"loss_type": "cispo", "epsilon": 5.0}, {"rl.clip": [1.0, 4.0]}),
+    ("verl", {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio": 0.1}, {"rl.clip": [0.1, 0.2]}),
+    ("trl", {"delta": 4.0}, {"rl.dual_clip": 4.0}),
+    ("verl", {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}, {"rl.average": "length"}),
+    # The divergence has its estimator, weight and place; or there is none.
+    *(
+        row
+        for theirs, ours in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"))
+        for row in (
+            (
+                "easyr1",
+                {"algorithm.kl_penalty": theirs, "algorithm.use_kl_loss": True},
+                {"rl.kl": 0.001, "rl.kl_estimator": ours, "rl.kl_place": "loss"},
+            ),
+            (
+                "verl",
+                {"algorithm.kl_penalty": theirs, **REWARD_KL},
+                {"rl.kl": 0.02, "rl.kl_estimator": ours, "rl.kl_place": "reward"},
+            ),
+        )
+    ),
+    ("easyr1", {"algorithm.disable_kl": True, "algorithm.kl_coef": 0.1}, {"rl.kl": 0}),
+    ("verl", {f"{ACTOR}.kl_loss_coef": 0.1}, {"rl.kl": 0}),
+    ("trl", {}, {"rl.kl": 0}),
+    # Prompts and rollouts become answers and steps of the optimizer.
+    ("verl", MINIBATCHES, {"train.batch_size": 64, "train.accumulate": 4, "rl.updates": 4}),
+    (
+        "verl",
+        MINIBATCHES | FREQUENCIES,
+        {"train.steps": 40, "train.checkpoint_every": 8, "evaluation.every": 20, "schedule.warmup_steps": 8},
+    ),
+    # 16 answers of a rank; 4 of 1024 tokens at a time.
+    ("verl", TOKENS, {"train.batch_size": 64, "train.accumulate": 4}),
+    # TRL's batch counts answers already.
+    ("trl", MICROBATCHES, {"train.batch_size": 32, "train.accumulate": 2, "rl.updates": 3}),
+    ("trl", {"generation_batch_size": 64}, {"rl.updates": 2}),
+    # Groups without signal stay unless they are filtered.
+    ("easyr1", FILTERED, {"rl.skip_equal": True, "rl.refill": 9}),
+    *((source, {}, {"rl.skip_equal": False}) for source in ("easyr1", "verl", "trl")),
+    # Evaluation takes their sampling.
+    (
+        "easyr1",
+        {"trainer.val_freq": 1, "worker.rollout.temperature": 0.7},
+        {"evaluation.every": 2, "evaluation.answers": 1, "evaluation.temperature": 0.7},
+    ),
+    ("verl", VALIDATED, {"evaluation.temperature": 0}),
+    ("trl", EVALUATED, {"evaluation.every": 7, "evaluation.answers": 2, "evaluation.temperature": 1.0}),
+    ("trl", {}, {"evaluation": None}),
+    # A buffer before the end lowers the reward from there.
+    ("verl", {BUFFER: LEN}, {"rl.overlong": {"from": 384}}),
+    ("trl", {"mask_truncated_completions": True}, {"rl.overlong": "mask"}),
+    # A server of vLLM has its address and correction.
+    ("trl", SERVED, {"rollout.engine": "vllm", "rollout.url": "http://127.0.0.1:9000"}),
+    ("trl", SERVED, {"rollout.correction": "sequence_mask", "rollout.bounds": [0.0, 3.0]}),
+    ("trl", SERVED | MASKED, {"rollout.correction": "mask", "rollout.bounds": [0.5, 3.0]}),
+    ("trl", {"use_vllm": True}, {"rollout.correction": "none"}),
+    ("verl", {f"{CORRECTED}is": "token"}, {"rollout.correction": "truncate", "rollout.bounds": [0.0, 2.0]}),
+    (
+        "verl",
+        {f"{CORRECTED}is": "token", f"{CORRECTED}is_threshold": "0.5_5.0"},
+        {"rollout.correction": "mask", "rollout.bounds": [0.5, 5.0]},
+    ),
+    (
+        "verl",
+        {f"{CORRECTED}rs": "seq_sum_k1", f"{CORRECTED}rs_threshold": "0.5_2.0"},
+        {"rollout.correction": "sequence_mask", "rollout.bounds": [0.5, 2.0]},
+    ),
+    ("verl", {f"{CORRECTED}is": "sequence"}, {"rollout.correction": "none", "rollout.bounds": [0.5, 5.0]}),
+    # A reward of EasyR1 is taken; a frozen tower and an adapter are ours.
+    ("easyr1", {"worker.reward.reward_function": "./math.py"}, {"reward.function": "./math.py:main"}),
+    ("easyr1", FREEZE, {"model.freeze": ["*visual.*"], **ADAPTER}),
+    ("trl", {}, {"adapter": None}),
+    # Decay falls on every parameter where it does there.
+    ("easyr1", {}, {"optimizer.no_decay": []}),
+    ("verl", {}, {"optimizer.no_decay": []}),
+    ("trl", {}, {"optimizer.no_decay": None}),
+    ("easyr1", {"data.train_files": "a/b@train"}, {"data.path": "a/b", "data.split": "train"}),
+]
+
+
+@pytest.mark.parametrize(("source", "keys", "expected"), SETS)
+def test_what_keys_of_reinforcement_learning_become(
+    source: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    config = accepted(tmp_path, converted(tmp_path, source, keys))
+    assert {key: value_of(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("grpo", "group"), ("rloo", "leave_one_out"), ("remax", "greedy"), ("reinforce_plus_plus", "batch")],
-)
-def test_an_advantage_has_its_word(theirs: str, ours: str, tmp_path: Path) -> None:
-    assert rl_of(tmp_path, from_easyr1(tmp_path, algorithm__adv_estimator=theirs)).advantage == ours
-    assert rl_of(tmp_path, from_verl(tmp_path, {"algorithm.adv_estimator": theirs})).advantage == ours
-
-
-def test_an_advantage_that_needs_a_critic_is_asked_for_and_told(tmp_path: Path) -> None:
-    for converted in (from_easyr1(tmp_path, algorithm__adv_estimator="gae"), convert_verl_defaults(tmp_path)):
-        assert "rl.advantage" in converted.missing
-    assert from_easyr1(tmp_path, algorithm__adv_estimator="gae").dropped == ["algorithm.adv_estimator"]
-
-
-def convert_verl_defaults(folder: Path) -> Converted:
-    """verl's own default is gae, with one answer to a prompt."""
-    return convert(written(folder, "verl.yaml", {"actor_rollout_ref": {"model": {"path": "m"}}}), ranks=8)
-
-
-def test_grpo_without_the_deviation_is_centred(tmp_path: Path) -> None:
-    converted = from_verl(tmp_path, {"algorithm.norm_adv_by_std_in_grpo": False})
-    assert rl_of(tmp_path, converted).advantage == "centred"
-
-
-@pytest.mark.parametrize(
-    ("scale", "ours"), [("group", "group"), (True, "group"), ("none", "centred"), (False, "centred")]
-)
-def test_trls_scaling_is_an_advantage(scale: Any, ours: str, tmp_path: Path) -> None:
-    assert rl_of(tmp_path, from_trl(tmp_path, scale_rewards=scale)).advantage == ours
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "level", "ours", "average"),
+    ("source", "keys", "told"),
     [
-        ("grpo", "token", "clip", "sequence"),
-        ("dapo", "token", "clip", "token"),
-        ("dr_grpo", "token", "clip", "length"),
-        ("sapo", "token", "soft", "sequence"),
-        ("grpo", "sequence", "sequence", "sequence"),
-        ("luspo", "sequence", "sequence", "length"),
+        ("trl", {"loss_type": "bnpo"}, "near"),
+        ("trl", {"delta": 1.1}, "none"),
+        ("trl", {"use_vllm": True}, "none"),
+        ("trl", {"beta": 0.01}, "near"),
+        ("trl", {"beta": 0.01, "use_bias_correction_kl": False}, "set"),
+        ("easyr1", {"worker.actor.loss_avg_mode": "seq"}, "near"),
+        ("easyr1", FILTERED, "near"),
+        ("verl", {BUFFER: {**LEN, "penalty_factor": 0.5}}, "none"),
+        # A prompt under another key is named.
+        ("easyr1", {"data.prompt_key": "problem"}, "none"),
     ],
 )
-def test_trls_loss_is_a_loss_and_an_average(
-    loss_type: str, level: str, ours: str, average: str, tmp_path: Path
-) -> None:
-    rl = rl_of(tmp_path, from_trl(tmp_path, loss_type=loss_type, importance_sampling_level=level))
-    assert (rl.loss, rl.average) == (ours, average)
+def test_what_is_told_of_the_first_key(source: str, keys: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert told in status(converted(tmp_path, source, keys), next(iter(keys)))
 
 
 @pytest.mark.parametrize(
-    ("easyr1", "verl", "ours"),
+    ("source", "ranks", "keys", "ours"),
     [
-        ("default", "vanilla", "clip"),
-        ("gspo", "gspo", "sequence"),
-        ("cispo", "cispo", "weight"),
-        ("sapo", "sapo", "soft"),
+        ("easyr1", 4, {"algorithm.adv_estimator": "gae"}, "rl.advantage"),
+        ("trl", 4, {"loss_type": "cispo"}, "rl.clip"),
+        ("trl", None, {"num_generations": 16}, "train.batch_size"),
+        ("verl", 4, {"custom_reward_function.path": "r.py"}, "reward.function"),
+        ("trl", 4, {"reward_funcs": ["accuracy_reward"]}, "reward.function"),
+        ("trl", 4, {"use_peft": True}, "adapter.targets"),
     ],
 )
-def test_a_loss_has_its_word_and_only_clipped_ones_a_dual_clip(
-    easyr1: str, verl: str, ours: str, tmp_path: Path
+def test_what_their_file_does_not_say_is_asked(
+    source: str, ranks: int | None, keys: dict[str, Any], ours: str, tmp_path: Path
 ) -> None:
-    one = rl_of(tmp_path, from_easyr1(tmp_path, worker__actor__loss_type=easyr1))
-    other = rl_of(tmp_path, from_verl(tmp_path, {f"{ACTOR}.policy_loss.loss_mode": verl}))
-    assert (one.loss, other.loss) == (ours, ours)
-    assert (one.dual_clip is None, other.dual_clip is None) == (ours in ("weight", "soft"), ours != "clip")
+    assert ours in converted(tmp_path, source, keys, ranks).missing
 
 
-def test_the_range_of_cispo_is_that_of_its_framework(tmp_path: Path) -> None:
-    assert rl_of(tmp_path, from_trl(tmp_path, loss_type="cispo", epsilon_high=5.0)).clip == [1.0, 4.0]
-    assert "rl.clip" in from_trl(tmp_path, loss_type="cispo").missing
-    keys = {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio": 0.1}
-    assert rl_of(tmp_path, from_verl(tmp_path, keys)).clip == [0.1, 0.2]
+def test_a_column_of_another_name_is_to_be_renamed(tmp_path: Path) -> None:
+    assert "rename" in converted(tmp_path, "easyr1", {"data.prompt_key": "problem"}).report()
 
 
-def test_a_bound_of_both_sides_is_a_dual_clip_where_it_cuts_no_more(tmp_path: Path) -> None:
-    assert rl_of(tmp_path, from_trl(tmp_path, delta=4.0)).dual_clip == 4.0
-    assert from_trl(tmp_path, delta=1.1).dropped == ["delta"]
+def test_verls_own_default_needs_a_critic_so_an_advantage_is_asked(tmp_path: Path) -> None:
+    path = written(tmp_path, "verl.yaml", {"actor_rollout_ref": {"model": {"path": "m"}}})
+    assert "rl.advantage" in convert(path, ranks=8).missing
 
 
-def test_their_averages_that_ours_is_not_are_told(tmp_path: Path) -> None:
-    assert "near" in status(from_trl(tmp_path, loss_type="bnpo"), "loss_type")
-    assert "near" in status(from_easyr1(tmp_path, worker__actor__loss_avg_mode="seq"), "worker.actor.loss_avg_mode")
-    summed = from_verl(tmp_path, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"})
-    assert rl_of(tmp_path, summed).average == "length"
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("easyr1", {"algorithm.adv_estimator": "gae"}),
+        ("trl", {"delta": 1.1}),
+        # A second pass over the same answers.
+        ("easyr1", {"worker.actor.ppo_epochs": 2}),
+        ("verl", {f"{ACTOR}.ppo_epochs": 2}),
+        ("trl", {"num_iterations": 2}),
+    ],
+)
+def test_what_has_no_equivalent_and_changes_the_result_is_dropped(
+    source: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    assert converted(tmp_path, source, keys).dropped == list(keys)
 
 
-# ---- the divergence
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")])
-def test_the_divergence_has_its_estimator_weight_and_place(theirs: str, ours: str, tmp_path: Path) -> None:
-    rl = rl_of(tmp_path, from_easyr1(tmp_path, algorithm__kl_penalty=theirs, algorithm__use_kl_loss=True))
-    assert (rl.kl, rl.kl_estimator, rl.kl_place) == (0.001, ours, "loss")
-    keys = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": theirs, "algorithm.kl_ctrl.kl_coef": 0.02}
-    rl = rl_of(tmp_path, from_verl(tmp_path, keys))
-    assert (rl.kl, rl.kl_estimator, rl.kl_place) == (0.02, ours, "reward")
-
-
-def test_without_a_divergence_there_is_none(tmp_path: Path) -> None:
-    assert rl_of(tmp_path, from_easyr1(tmp_path, algorithm__disable_kl=True, algorithm__kl_coef=0.1)).kl == 0
-    assert rl_of(tmp_path, from_verl(tmp_path, {f"{ACTOR}.kl_loss_coef": 0.1})).kl == 0
-    assert rl_of(tmp_path, from_trl(tmp_path)).kl == 0
-
-
-def test_trls_divergence_without_its_ratio_differs(tmp_path: Path) -> None:
-    assert status(from_trl(tmp_path, beta=0.01), "beta") == ["near"]
-    assert status(from_trl(tmp_path, beta=0.01, use_bias_correction_kl=False), "beta") == ["set"]
-
-
-def test_a_divergence_in_two_places_is_a_contradiction(tmp_path: Path) -> None:
-    keys = {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True}
-    assert "rl.kl" in refused(written(tmp_path, "v.yaml", nested(GRPO | keys)), "verl", ranks=4)
-
-
-# ---- batches and steps
-
-
-def test_prompts_and_rollouts_become_answers_and_optimizer_steps(tmp_path: Path) -> None:
-    keys = {"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 16, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}
-    steps = {"trainer.total_training_steps": 10, "trainer.save_freq": 2, "trainer.test_freq": 5}
-    config = config_of(tmp_path, from_verl(tmp_path, keys | steps | {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.2}))
-    assert config.rl is not None
-    assert config.evaluation is not None
-    assert (config.train.batch_size, config.train.accumulate, config.rl.updates) == (64, 4, 4)
-    assert (config.train.steps, config.train.checkpoint_every, config.evaluation.every) == (40, 8, 20)
-    assert config.schedule.warmup_steps == 8
-
-
-def test_a_microbatch_of_tokens_becomes_one_of_answers(tmp_path: Path) -> None:
-    keys = {"data.train_batch_size": 16, f"{ACTOR}.ppo_mini_batch_size": 16, f"{ACTOR}.use_dynamic_bsz": True}
-    config = config_of(tmp_path, from_verl(tmp_path, keys | {f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}))
-    assert (config.train.batch_size, config.train.accumulate) == (64, 4)  # 16 of a rank, 4 of 1024 tokens at a time
-
-
-def test_trls_batch_counts_answers_already(tmp_path: Path) -> None:
-    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
-    config = config_of(tmp_path, from_trl(tmp_path, **arguments))
-    assert config.rl is not None
-    assert (config.train.batch_size, config.train.accumulate, config.rl.updates) == (32, 2, 3)
-    assert rl_of(tmp_path, from_trl(tmp_path, generation_batch_size=64)).updates == 2
-    assert "train.batch_size" in from_trl(tmp_path, ranks=None, num_generations=16).missing
-
-
-def test_a_rollout_that_minibatches_do_not_divide_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "e.yaml", nested({"worker.rollout.n": 4, "data.rollout_batch_size": 100}))
-    assert "no multiple" in refused(path, "easyr1")
-
-
-def test_one_answer_to_a_prompt_cannot_be_compared(tmp_path: Path) -> None:
-    assert "worker.rollout.n = 1" in refused(written(tmp_path, "e.yaml", nested({"worker.rollout.n": 1})), "easyr1")
-
-
-@pytest.mark.parametrize("key", ["worker.actor.ppo_epochs", f"{ACTOR}.ppo_epochs", "num_iterations"])
-def test_a_second_pass_over_the_same_answers_is_named(key: str, tmp_path: Path) -> None:
-    source = "easyr1" if key.startswith("worker") else "trl" if "." not in key else "verl"
-    base: dict[str, Any] = {"easyr1": {"worker.rollout.n": 4}, "verl": GRPO, "trl": {}}[source]
-    assert convert(written(tmp_path, "a.yaml", nested(base | {key: 2})), source, ranks=4).dropped == [key]
-
-
-# ---- sampling, filtering, evaluation
+@pytest.mark.parametrize(
+    ("source", "keys", "part"),
+    [
+        ("verl", {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True}, "rl.kl"),
+        ("easyr1", {"data.rollout_batch_size": 100}, "no multiple"),
+        ("easyr1", {"worker.rollout.n": 1}, "worker.rollout.n = 1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(source: str, keys: dict[str, Any], part: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(part)):
+        converted(tmp_path, source, keys)
 
 
 @pytest.mark.parametrize(
@@ -284,109 +298,10 @@ def test_a_second_pass_over_the_same_answers_is_named(key: str, tmp_path: Path) 
 def test_answers_from_some_tokens_alone_are_refused_in_training(
     source: str, key: str, off: float, tmp_path: Path
 ) -> None:
-    base: dict[str, Any] = {"easyr1": {"worker.rollout.n": 4}, "verl": GRPO, "trl": {}}[source]
     for value, dropped in ((off, []), (0.9 if key.endswith("p") else 20, [key])):
-        converted = convert(written(tmp_path, "a.yaml", nested(base | {key: value})), source, ranks=4)
-        assert converted.dropped == dropped
-        assert "top_" not in converted.toml.partition("[run]")[2]
-
-
-def test_groups_without_signal_stay_unless_they_are_filtered(tmp_path: Path) -> None:
-    filtered = from_easyr1(tmp_path, algorithm__online_filtering=True, trainer__max_try_make_batch=10)
-    rl = rl_of(tmp_path, filtered)
-    assert (rl.skip_equal, rl.refill) == (True, 9)
-    assert status(filtered, "algorithm.online_filtering") == ["near"]
-    for converted in (from_easyr1(tmp_path), from_verl(tmp_path, {}), from_trl(tmp_path)):
-        assert rl_of(tmp_path, converted).skip_equal is False
-
-
-def test_evaluation_takes_their_sampling(tmp_path: Path) -> None:
-    easyr1 = from_easyr1(tmp_path, trainer__val_freq=1, worker__rollout__temperature=0.7)
-    held_out = config_of(tmp_path, easyr1).evaluation
-    assert held_out is not None
-    assert (held_out.every, held_out.answers, held_out.temperature) == (2, 1, 0.7)
-    greedy = config_of(
-        tmp_path, from_verl(tmp_path, {"trainer.test_freq": 1, f"{ROLLOUT}.val_kwargs.temperature": 1.0})
-    )
-    assert greedy.evaluation is not None
-    assert greedy.evaluation.temperature == 0
-    trl = config_of(tmp_path, from_trl(tmp_path, eval_strategy="steps", logging_steps=7, num_generations_eval=2))
-    assert trl.evaluation is not None
-    assert (trl.evaluation.every, trl.evaluation.answers, trl.evaluation.temperature) == (7, 2, 1.0)
-    assert config_of(tmp_path, from_trl(tmp_path)).evaluation is None
-
-
-def test_a_buffer_before_the_end_lowers_the_reward_from_there(tmp_path: Path) -> None:
-    buffer = {"enable": True, "len": 128, "penalty_factor": 1.0}
-    key = "reward.reward_kwargs.overlong_buffer_cfg"
-    assert rl_of(tmp_path, from_verl(tmp_path, {key: buffer})).overlong == {"from": 384}
-    assert status(from_verl(tmp_path, {key: {**buffer, "penalty_factor": 0.5}}), key) == ["none"]
-    assert rl_of(tmp_path, from_trl(tmp_path, mask_truncated_completions=True)).overlong == "mask"
-
-
-# ---- the engine, its correction, rewards, the model
-
-
-def test_a_server_of_vllm_has_its_address_and_correction(tmp_path: Path) -> None:
-    served = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9000}
-    rollout = config_of(tmp_path, from_trl(tmp_path, **served)).rollout
-    assert (rollout.engine, rollout.url) == ("vllm", "http://127.0.0.1:9000")
-    assert (rollout.correction, rollout.bounds) == ("sequence_mask", [0.0, 3.0])
-    masked = from_trl(
-        tmp_path, **served, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5
-    )
-    assert config_of(tmp_path, masked).rollout.bounds == [0.5, 3.0]
-    beside = from_trl(tmp_path, use_vllm=True)
-    assert status(beside, "use_vllm") == ["none"]
-    assert config_of(tmp_path, beside).rollout.correction == "none"
-
-
-@pytest.mark.parametrize(
-    ("keys", "correction", "bounds"),
-    [
-        ({"rollout_is": "token"}, "truncate", [0.0, 2.0]),
-        ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, "mask", [0.5, 5.0]),
-        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}, "sequence_mask", [0.5, 2.0]),
-        ({"rollout_is": "sequence"}, "none", [0.5, 5.0]),
-    ],
-)
-def test_verls_correction_has_its_word_and_bounds(
-    keys: dict[str, Any], correction: str, bounds: list[float], tmp_path: Path
-) -> None:
-    prefixed = {f"algorithm.rollout_correction.{name}": value for name, value in keys.items()}
-    rollout = config_of(tmp_path, from_verl(tmp_path, prefixed)).rollout
-    assert (rollout.correction, rollout.bounds) == (correction, bounds)
-
-
-def test_a_reward_of_easyr1_is_taken_and_others_are_asked_for(tmp_path: Path) -> None:
-    easyr1 = from_easyr1(tmp_path, worker__reward__reward_function="./math.py")
-    assert config_of(tmp_path, easyr1).reward is not None
-    assert 'function = "./math.py:main"' in easyr1.toml
-    assert "reward.function" in from_verl(tmp_path, {"custom_reward_function.path": "r.py"}).missing
-    assert "reward.function" in from_trl(tmp_path, reward_funcs=["accuracy_reward"]).missing
-
-
-def test_a_prompt_under_another_key_is_named(tmp_path: Path) -> None:
-    converted = from_easyr1(tmp_path, data__prompt_key="problem", data__train_files="a/b@train")
-    assert status(converted, "data.prompt_key") == ["none"]
-    assert "rename" in converted.report()
-    assert (config_of(tmp_path, converted).data.path, config_of(tmp_path, converted).data.split) == ("a/b", "train")
-
-
-def test_a_frozen_tower_and_an_adapter_are_ours(tmp_path: Path) -> None:
-    keys = {"worker__actor__model__freeze_vision_tower": True, "worker__actor__model__lora__rank": 16}
-    config = config_of(tmp_path, from_easyr1(tmp_path, **keys))
-    assert config.model.freeze == ["*visual.*"]
-    assert config.adapter is not None
-    assert (config.adapter.rank, config.adapter.alpha, config.adapter.targets) == (16, 64, "all-linear")
-    assert config_of(tmp_path, from_trl(tmp_path)).adapter is None
-    assert "adapter.targets" in from_trl(tmp_path, use_peft=True).missing
-
-
-def test_decay_falls_on_every_parameter_where_it_does_there(tmp_path: Path) -> None:
-    assert config_of(tmp_path, from_easyr1(tmp_path)).optimizer.no_decay == []
-    assert config_of(tmp_path, from_verl(tmp_path, {})).optimizer.no_decay == []
-    assert config_of(tmp_path, from_trl(tmp_path)).optimizer.no_decay is None
+        result = converted(tmp_path, source, {key: value})
+        assert result.dropped == dropped
+        assert "top_" not in result.toml.partition("[run]")[2]
 
 
 def test_references_of_a_composed_file_are_followed(tmp_path: Path) -> None:
@@ -401,7 +316,8 @@ def test_references_of_a_composed_file_are_followed(tmp_path: Path) -> None:
     path = written(tmp_path, "v.yaml", nested(GRPO | keys))
     assert f"unknown key {ACTOR}.other" in refused(path, "verl", ranks=4)
     keys[f"{ACTOR}.ppo_mini_batch_size"] = "${..rollout.n}"
-    config = config_of(tmp_path, from_verl(tmp_path, {key: keys[key] for key in keys if not key.endswith("other")}))
+    keys = {key: value for key, value in keys.items() if not key.endswith("other")}
+    config = accepted(tmp_path, converted(tmp_path, "verl", keys))
     assert (config.run.dir, config.rollout.tokens, config.train.batch_size) == ("runs/p", 256, 16)
 
 
@@ -418,8 +334,6 @@ def test_references_of_a_composed_file_are_followed(tmp_path: Path) -> None:
 def test_ranks_that_share_a_sequence_are_named_as_what_reinforcement_learning_does_not_have(
     source: str, key: str, tmp_path: Path
 ) -> None:
-    file = written(tmp_path, "shared.yaml", nested({key: 2}))
-    (entry,) = [each for each in convert(file, source).entries if each.key == key]
+    (entry,) = [entry for entry in converted(tmp_path, source, {key: 2}).entries if entry.key == key]
     assert (entry.status, "[rl]" in entry.note) == ("none", True)
-    file = written(tmp_path, "whole.yaml", nested({key: 1}))
-    assert status(convert(file, source), key) == ["always"]
+    assert status(converted(tmp_path, source, {key: 1}), key) == ["always"]

@@ -88,12 +88,15 @@ def convert(
     `source` (a framework's name) is guessed where it is None, `ranks` (processes of the run) taken from the file; `out`
     is the file that the command names. Raises `UserError`: no such file, an unknown key, or a value of the wrong kind.
     """
-    where = str(path) if path is not None else "the environment"
     draft, kind, title = drafted(path, source, environment=environment, ranks=ranks)
-    command = _command(draft, str(out) if out is not None else f"{draft.name}.toml")
-    text = _toml(draft, f"From {where}, of {title}, by `trueshard convert`. Start it with: {command}")
-    _check(text, draft, where)
+    command = _command(draft, out or f"{draft.name}.toml")
+    text = _toml(draft, f"From {_place(path)}, of {title}, by `trueshard convert`. Start it with: {command}")
+    _check(text, draft, _place(path))
     return Converted(kind.name, title, text, draft.in_order(), tuple(_in_order(draft.asked)), command)
+
+
+def _place(path: Path | None) -> str:
+    return str(path or "the environment")
 
 
 def drafted(
@@ -105,26 +108,25 @@ def drafted(
 ) -> tuple[Draft, Framework, str]:
     """Return our configuration in the making with all rules applied, the framework, and its title; as `convert`."""
     tree, kind, title = _find(path, source, environment)
-    where = str(path) if path is not None else "the environment"
     try:
         given = dict(_flat(kind.prepare(tree), set(kind.index)))
     except Wrong as error:
-        raise UserError(f"{where}: {error}") from None
-    rules = _rules_of(given, kind, where)
+        raise UserError(f"{_place(path)}: {error}") from None
+    rules = _rules_of(given, kind, _place(path))
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: it is a whole number from 1 on")
-    name = kind.name if path is None else path.stem.lstrip(".") or kind.name
+    name = (path.stem.lstrip(".") if path else "") or kind.name
     draft = Draft(rules, given, kind.defaults(given), ranks, name)
-    _apply(kind, draft, where)
+    _apply(kind, draft, _place(path))
     return draft, kind, title
 
 
 def _find(
     path: Path | None, source: str | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], Framework, str]:
-    known = {each.name: each for each in FRAMEWORKS}
-    if source is not None and source not in known:
-        raise UserError(f"--from {source}: unknown; use one of {', '.join(known)}")
+    by_name = {framework.name: framework for framework in FRAMEWORKS}
+    if source is not None and source not in by_name:
+        raise UserError(f"--from {source}: unknown; use one of {', '.join(by_name)}")
     shell = path is None or path.suffix.lower() in (".env", ".sh") or path.name == ".env"
     if shell and source not in (None, ENVIRONMENT.name):
         remedy = "which file? give its path" if path is None else f"{path} is a shell file; leave --from out"
@@ -132,7 +134,7 @@ def _find(
     tree: dict[str, Any] = dict(environment or {}) if path is None else _read(path)
     if path is None and not ENVIRONMENT.prepare(tree):
         raise UserError("no variable FSDP_*, ACCELERATE_* or PARALLELISM_CONFIG_* is set; give the path of a file")
-    kind = known[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path)
+    kind = by_name[source] if source else ENVIRONMENT if path is None or shell else _guess(tree, path)
     guessed = "" if source or path is None else f" (guessed by its {'ending' if shell else 'keys'})"
     return tree, kind, f"{kind.title}{guessed}"
 
@@ -179,10 +181,9 @@ def _guess(tree: Mapping[str, Any], path: Path) -> Framework:
         raise UserError(f"{path}: this is a configuration of TrueShard; start it with `trueshard train {path}`")
     candidates = [source for source in FILES if set(source.marks) & set(tree)]
     if len(candidates) != 1:
-        alone = [source for source in FILES if source.own == source.rules]  # others are told by a mark alone
-        hits = {source.name: _hits(source, tree) for source in candidates or alone}
-        best = max(hits.values())
-        candidates = [source for source in candidates or alone if hits[source.name] == best > 0]
+        candidates = candidates or [source for source in FILES if source.own == source.rules]  # others need a mark
+        hits = [_hits(source, tree) for source in candidates]
+        candidates = [source for source, hit in zip(candidates, hits, strict=True) if hit == max(hits) > 0]
     if len(candidates) != 1:
         which = " or ".join(source.title for source in candidates) or "none of the frameworks"
         names = ", ".join(source.name for source in FILES)
@@ -201,9 +202,9 @@ def _hits(source: Framework, tree: Mapping[str, Any]) -> int:
 
 def _flat(tree: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value), going into tables of which any key is known."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        inside = any(each.startswith(f"{key}.") for each in known)
+    for part, value in tree.items():
+        key = f"{prefix}{part}"
+        inside = any(name.startswith(f"{key}.") for name in known)
         if inside and isinstance(value, dict):
             yield from _flat(value, known, f"{key}.")
         elif key in known or not (inside and value is None):
@@ -218,11 +219,12 @@ def _rules_of(given: Mapping[str, Any], source: Framework, where: str) -> dict[s
         while key not in rules and (section := section.rpartition(".")[0]):
             if rule := source.index.get(f"{section}.*"):
                 rules[key] = rule
-        if key not in rules and any(each.startswith(f"{key}.") for each in known):
+        if key in rules:
+            continue
+        if any(name.startswith(f"{key}.") for name in known):
             raise UserError(f"{where}: {key}: found {given[key]!r}, wanted a table; correct it")
-        if key not in rules:
-            near = nearest(key, known) or nearest(key.rpartition(".")[2], [each.rpartition(".")[2] for each in known])
-            raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")
+        near = nearest(key, known) or nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in known])
+        raise UserError(f"{where}: unknown key {key} for {source.title}{near}; correct it, or remove it")
     return rules
 
 
@@ -252,10 +254,10 @@ def _apply(kind: Framework, draft: Draft, where: str) -> None:
         draft.ask("train.steps", "1000", "steps in the whole run, or train.epochs")
 
 
-def _command(draft: Draft, out: str) -> str:
+def _command(draft: Draft, out: Path | str) -> str:
     if draft.machines is not None and draft.machines > 1:
-        each = draft.ranks // draft.machines if draft.ranks else "RANKS"
-        return f"torchrun --nnodes {draft.machines} --nproc-per-node {each} -m trueshard train {out}"
+        of_machine = draft.ranks // draft.machines if draft.ranks else "RANKS"
+        return f"torchrun --nnodes {draft.machines} --nproc-per-node {of_machine} -m trueshard train {out}"
     return f"trueshard train {out}" + (f" --nproc {draft.ranks}" if draft.ranks else "")
 
 
@@ -265,15 +267,14 @@ def _toml(draft: Draft, origin: str) -> str:
     if draft.asked:
         head += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
     for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
-        entries = [each for each in draft.in_order() if each.status == status]
-        if entries:
+        if entries := [entry for entry in draft.in_order() if entry.status == status]:
             head += ["", what, *(f"- {entry.key} = {shown(entry.value)}: {entry.note}" for entry in entries)]
     lines = [f"# {line}".rstrip() for line in head]
     section = ""
     for key in _in_order([*draft.tree, *draft.asked]):
-        own, *parts = key.split(".")
-        lines += ["", f"[{own}]"] if own != section else []
-        section, name = own, ".".join(map(toml_key, parts))
+        first, *parts = key.split(".")
+        lines += ["", f"[{first}]"] if first != section else []
+        section, name = first, ".".join(map(toml_key, parts))
         if key in draft.tree:
             lines.append(f"{name} = {toml_value(draft.tree[key])}  # {draft.origins[key]}")
         else:

@@ -57,7 +57,6 @@ class Rule:
     read: Callable[[Any], Any] | None = None
     words: Mapping[str, Word] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # other keys; where none of them is on, this one has no effect
-    yields: tuple[str, ...] = ()  # other keys, any of which counts instead of this one
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Other keys, and the plain values with which alone this one counts; "absent" if the key has no value."""
     otherwise: str = ""  # why there is no equivalent where `when` does not hold; empty: it has no effect there either
@@ -118,15 +117,14 @@ class Draft:
                 return listed
             if value is None and rule.sets:
                 return NOT_ASKED
-        if instead := next(filter(self._has, rule.yields), None):
-            return "always", f"{instead} counts instead"
-        if rule.needs and not any(map(self.is_on, rule.needs)):
-            return "always", f"of no effect without {either(rule.needs)}"
         for other, values in rule.when.items():
-            value = self.get(other, "absent")
-            if not any(plain(each) in values for each in (value if isinstance(value, list) else [value])):
-                without = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
-                return ("none", rule.otherwise) if rule.otherwise else ("always", without)
+            present = self.get(other) if self._has(other) else "absent"
+            if not any(plain(item) in values for item in (present if isinstance(present, list) else [present])):
+                why = f"not looked at with {other} = {str(self.get(other) or 'no').lower()}"
+                why = f"{other} counts instead" if values == ("absent",) else why
+                return ("none", rule.otherwise) if rule.otherwise else ("always", why)
+        if rule.needs and not any(map(self._is_on, rule.needs)):
+            return "always", f"of no effect without {either(rule.needs)}"
         return None
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -141,7 +139,7 @@ class Draft:
         except Wrong as error:
             raise Wrong(f"{key}: {error}") from None
 
-    def is_on(self, key: str) -> bool:
+    def _is_on(self, key: str) -> bool:
         return self._has(key) and str(self.get(key) or "no").lower() not in FALSE
 
     def _has(self, key: str) -> bool:
@@ -155,7 +153,10 @@ class Draft:
             self.entries.append(Entry(key, self.get(key) if value is AS_GIVEN else value, status, becomes, note))
 
     def put(self, ours: str, value: Any, key: str, note: str = "", *, differs: str = "", given: Any = AS_GIVEN) -> None:
-        """Set a key of ours from one of theirs; raises `Wrong` if another one has set it to something else."""
+        """Set a key of ours from one of theirs; raises `Wrong` if another one has set it to something else.
+
+        ``note``: how the value follows; ``differs``, in its place: what is not the same there.
+        """
         if key not in self.given and (ours in self.tree or value == our_default(ours)):
             return
         given = self.get(key) if given is AS_GIVEN else given
@@ -177,8 +178,8 @@ class Draft:
         if set(words) == {"true", "false"}:
             value = boolean(value)
         word = self.word(key, value)
-        for ours, each in word.sets.items():
-            self.put(ours, each, key, differs=word.differs, given=value)
+        for ours, setting in word.sets.items():
+            self.put(ours, setting, key, differs=word.differs, given=value)
         if word.none or not word.sets:
             self.tell(key, "none" if word.none else "always", word.none or word.always, value=value)
         if word.copies:

@@ -89,17 +89,17 @@ def lengths(draft: Draft) -> int:
     return prompt + answer
 
 
-def batches(draft: Draft, rollout: str, minibatch: str, each: int, micro: int | None, micro_key: str) -> None:
+def batches(draft: Draft, rollout: str, minibatch: str, of_prompt: int, micro: int | None, micro_key: str) -> None:
     """Set `rl.updates` and `train.batch_size`, and `train.accumulate` from ``micro`` answers of a rank at a time.
 
-    ``each``: answers to a prompt. A key of theirs with prompts of a step is multiplied by it.
+    ``of_prompt``: answers to a prompt. A key of theirs with prompts of a step is multiplied by it.
     """
     prompts = draft.count(minibatch)
-    answers = prompts * each
+    answers = prompts * of_prompt
     draft.put("rl.updates", updates(draft, rollout, minibatch), rollout, f"/ {minibatch}")
     if "rl.samples" in draft.tree:
-        draft.put("train.batch_size", answers, minibatch, f"× {each} answers to a prompt")
-        draft.origins["train.batch_size"] = f"{prompts} prompts × {each} answers"
+        draft.put("train.batch_size", answers, minibatch, f"× {of_prompt} answers to a prompt")
+        draft.origins["train.batch_size"] = f"{prompts} prompts × {of_prompt} answers"
     else:
         draft.ask("train.batch_size", str(answers), f"{prompts} prompts × rl.samples")
         draft.tell(minibatch, "set", "× answers to a prompt", "train.batch_size", prompts)
@@ -328,8 +328,8 @@ def easyr1(draft: Draft) -> None:
     dual_clip(draft, f"{actor}.clip_ratio_dual", loss, loss not in ("cispo", "sapo"))
     soft(draft, loss, f"{actor}.tau_positive", f"{actor}.tau_negative")
     lengths(draft)
-    each = samples(draft, f"{rollout}.n")
-    batches(draft, "data.rollout_batch_size", f"{actor}.global_batch_size", each, draft.count(micro), micro)
+    of_prompt = samples(draft, f"{rollout}.n")
+    batches(draft, "data.rollout_batch_size", f"{actor}.global_batch_size", of_prompt, draft.count(micro), micro)
     evaluate_as_trained(draft, {name: f"{rollout}.{name}" for name in ("temperature", "top_p", "top_k")})
     start(draft, "data.train_files")
     folder(draft)

@@ -262,8 +262,8 @@ def _batch_of_all_ranks(draft: Draft, of_all: int, total: str, sequences: int | 
     if sequences is None:
         draft.tell(per_rank, "always", "not given")
     elif draft.readers is None:
-        each = f"{sequences} a rank × {draft.readers_in_words}"
-        draft.ask("train.accumulate", "1", f"{of_all} / ({each}); --ranks works it out")
+        at_a_time = f"{sequences} a rank × {draft.readers_in_words}"
+        draft.ask("train.accumulate", "1", f"{of_all} / ({at_a_time}); --ranks works it out")
         draft.tell(per_rank, "set", NEEDS_RANKS, "train.accumulate")
     else:
         microbatches, rest = divmod(of_all, sequences * draft.readers)

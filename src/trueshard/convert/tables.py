@@ -8,10 +8,11 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
 - `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here. A text that starts
   with "$" stands in `[texts]` of `shared.toml`.
-- With `set`: `read` = a reader's name, or `words` = a list of values, or of names of `[words]` in `shared.toml`: `of` =
-  theirs ("*": any other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
+- With `set`: `read` = a reader's name, or `words` = a table from their values to ours (`true` alone: false sets
+  nothing), a name of `[words]` in `shared.toml`, or a list: `of` = theirs ("*": any other), `value` = ours (or `sets` =
+  several of our keys), and the rest as in `Word`.
 - `off`: values that mean "not asked for". `unless`: values without equivalent.
-  `needs`, `yields`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
+  `needs`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
 - `[[back]]`, with `ours` and perhaps `value`: what a choice of a plan is there, where no word of a rule says it: `keys`
   and their values, or `say`, what to change elsewhere. "{}" is the value, "{total}" the samples of a step of all ranks.
@@ -130,7 +131,7 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     listed: dict[Any, tuple[Status, str]] = dict.fromkeys(map(plain, off), NOT_ASKED)
     for exception in row.get("unless", ()):
         listed |= {plain(value): ("none", _text(exception["none"])) for value in exception["of"]}
-    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "yields", "beside") if name in row}
+    more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "beside") if name in row}
     more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
     function = {"function": row.get("function"), "later": "later"}.get(kind)
     return Rule(
@@ -148,6 +149,9 @@ def _rule(row: Mapping[str, Any]) -> Rule:
 
 
 def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
+    if isinstance(listed, Mapping):
+        off = [{"of": "false"}] if set(listed) == {"true"} else []
+        listed = [*({"of": of, "value": value} for of, value in listed.items()), *off]
     for entry in _listed(listed):
         if isinstance(entry, str):
             yield from _words(table("shared")["words"][entry], becomes)

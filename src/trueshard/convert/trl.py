@@ -175,9 +175,9 @@ def finish(draft: Draft) -> None:
     batch(draft, EACH, ACCUMULATED)
     draft.tree["rl.skip_equal"] = False
     draft.origins["rl.skip_equal"] = "as there: every group stays"
-    each = reinforcement.samples(draft, "num_generations")
+    of_prompt = reinforcement.samples(draft, "num_generations")
     if example := draft.asked.get("train.batch_size"):
-        multiple = math.lcm(int(example[0]), each)
+        multiple = math.lcm(int(example[0]), of_prompt)
         draft.asked["train.batch_size"] = (str(multiple), f"{example[1]}; a multiple of rl.samples")
     reinforcement.soft(draft, str(draft.get("loss_type")).lower(), "sapo_temperature_pos", "sapo_temperature_neg")
     _updates(draft)

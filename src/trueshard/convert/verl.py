@@ -112,14 +112,14 @@ def finish(draft: Draft) -> None:
     reinforcement.dual_clip(draft, f"{ACTOR}.clip_ratio_c", loss, loss == "vanilla")
     reinforcement.soft(draft, loss, f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
     length = reinforcement.lengths(draft)
-    each = reinforcement.samples(draft, f"{ROLLOUT}.n")
+    of_prompt = reinforcement.samples(draft, f"{ROLLOUT}.n")
     keys = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"]
     is_dynamic = boolean(draft.get(f"{ACTOR}.use_dynamic_bsz"))
     counts, other = reversed(keys) if is_dynamic else keys
     micro = None if draft.get(counts) is None else positive(draft.get(counts))
     if micro is not None and is_dynamic:
         micro = max(1, micro // length)  # tokens of a microbatch → answers that they surely hold
-    reinforcement.batches(draft, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", each, micro, counts)
+    reinforcement.batches(draft, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", of_prompt, micro, counts)
     draft.tell(other, "always", f"{counts.rpartition('.')[2]} counts instead")
     reinforcement.start(draft, "data.train_files")
     reinforcement.folder(draft)
