@@ -18,25 +18,39 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from parity import Ranks
+from parity import Pool, Ranks
 from stepping import same
 
 Case = Callable[..., Any]
 
 
-def as_on_one_device(ranks: int | None = None, **tolerances: float) -> Callable[[Case], Case]:
-    """``ranks``: how many; None: as the fixture ``sizes`` has it."""
+def as_on_one_device(ranks: int | str | None = None, **tolerances: float) -> Callable[[Case], Case]:
+    """``ranks``: how many; "count": as the test's parameter of this name says; None: as the fixture ``sizes`` says."""
 
     def run(case: Case, alone: Ranks, others: Any, *args: Any) -> None:
         same(case, alone, others if isinstance(others, list) else [others], *args, **tolerances)
 
+    def run_on_count(case: Case, alone: Ranks, pool: Pool, count: int, *args: Any) -> None:
+        same(case, alone, [Ranks(count, pool)], *args, **tolerances)
+
+    if ranks == "count":
+        return lambda case: _test(case, ("alone", "pool", "count"), run_on_count)
     return lambda case: _test(case, ("alone", "sizes" if ranks is None else f"ranks{ranks}"), run)
 
 
-def on_ranks(ranks: int, *, fresh: bool = False, timeout: float = 60.0) -> Callable[[Case], Case]:
-    """``fresh``: in processes of its own; ``timeout``: seconds."""
-    fixture = f"fresh{ranks}" if fresh else f"ranks{ranks}"
-    return lambda case: _test(case, (fixture,), lambda case, on, *args: on.run(case, *args, timeout=timeout))
+def on_ranks(*counts: int, fresh: bool = False, timeout: float = 60.0) -> Callable[[Case], Case]:
+    """``counts``: on so many, one after the other; ``fresh``: in processes of its own; ``timeout``: seconds."""
+    return on(*(f"fresh{count}" if fresh else f"ranks{count}" for count in counts), timeout=timeout)
+
+
+def on(*fixtures: str, timeout: float = 60.0) -> Callable[[Case], Case]:
+    """``fixtures``: of ``Ranks``, one after the other."""
+
+    def run(case: Case, *values: Any) -> None:
+        for ranks in values[: len(fixtures)]:
+            ranks.run(case, *values[len(fixtures) :], timeout=timeout)
+
+    return lambda case: _test(case, fixtures, run)
 
 
 def raises_on_ranks(ranks: int, match: str) -> Callable[[Case], Case]:

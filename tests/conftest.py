@@ -100,9 +100,14 @@ def sizes(request: pytest.FixtureRequest, pool: Pool) -> list[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def alone(pool: Pool) -> Ranks:
-    """One process: what the sharded runs are held against."""
+def ranks1(pool: Pool) -> Ranks:
     return Ranks(1, pool)
+
+
+@pytest.fixture(scope="session")
+def alone(ranks1: Ranks) -> Ranks:
+    """One process: what the sharded runs are held against."""
+    return ranks1
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import forks
 import trueshard
 from gathering import whole
 from models.handmade import Scalar, TiedBlocks, Tiny
+from trueshard.optim.exact import loss_on_grid
 
 MICROBATCHES, ROWS, LENGTH, VOCABULARY = 12, 2, 6, 61
+CLIP = 0.01
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
@@ -23,10 +30,6 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
 
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
-
-
-def gpt2_with_dropout() -> nn.Module:
-    return gpt2(0.1)
 
 
 DECODER = {
@@ -43,10 +46,6 @@ def llama(tie: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=tie))
-
-
-def tied() -> nn.Module:
-    return llama(tie=True)
 
 
 def mixtral() -> nn.Module:
@@ -70,42 +69,39 @@ def vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=5))
 
 
-def uneven() -> nn.Module:
-    """Fewer rows than ranks."""
-    return Tiny()
-
-
-def whole_ones() -> nn.Module:
-    """Parameters that FSDP2 cannot shard."""
-    return Scalar()
-
-
-def tied_blocks() -> nn.Module:
-    return TiedBlocks()
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build
-    for build in (llama, gpt2, gpt2_with_dropout, mixtral, vit, lora, tied, uneven, whole_ones, tied_blocks)
+    "llama": llama,
+    "gpt2": gpt2,
+    "gpt2_with_dropout": lambda: gpt2(0.1),
+    "mixtral": mixtral,
+    "vit": vit,
+    "lora": lora,
+    "tied": lambda: llama(tie=True),
+    "uneven": Tiny,  # fewer rows than ranks
+    "whole_ones": Scalar,  # parameters that FSDP2 cannot shard
+    "tied_blocks": TiedBlocks,
 }
 
 
-def summed_loss(model: nn.Module, step: int, number: int) -> tuple[torch.Tensor, int]:
-    """The loss of one microbatch, summed, and the number of its terms."""
+def terms(model: nn.Module, number: int) -> int:
+    """How many targets a microbatch has: tokens of different numbers, or rows."""
+    is_language_model = hasattr(model, "config") and not hasattr(model, "vit")
+    return ROWS * (LENGTH - 1) - number % 3 if is_language_model else ROWS
+
+
+def summed_loss(model: nn.Module, step: int, number: int) -> torch.Tensor:
+    """The loss of one microbatch, summed over its ``terms``."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     if hasattr(model, "vit"):
         images = torch.randn(ROWS, 3, 8, 8, generator=generator)
         labels = torch.randint(0, 5, (ROWS,), generator=generator)
-        return F.cross_entropy(model(images).logits.float(), labels, reduction="sum"), ROWS
+        return F.cross_entropy(model(images).logits.float(), labels, reduction="sum")
     if not hasattr(model, "config"):
         x = torch.randn(ROWS, 8, generator=generator)
-        return model(x).float().sub(x.roll(1, 1)).pow(2).sum(), ROWS
+        return model(x).float().sub(x.roll(1, 1)).pow(2).sum()
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    count = ROWS * (LENGTH - 1) - number % 3  # of different numbers of targets
-    losses = F.cross_entropy(
-        model(ids, use_cache=False).logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    return losses[:count].sum(), count
+    logits = model(ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    return F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")[: terms(model, number)].sum()
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -117,43 +113,70 @@ def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
+def dealt(rank: int, world_size: int, microbatches: int, order: str = "in turn") -> list[int]:
+    """Numbers of a rank's microbatches, of those of all ranks, in the order in which it computes them."""
+    if order == "strided":
+        return list(range(rank, microbatches, world_size))
+    own = range(rank * microbatches // world_size, (rank + 1) * microbatches // world_size)
+    return list(reversed(own)) if order == "reversed" else list(own)
+
+
+@contextmanager
+def unreduced(model: Any, last: bool, order: str) -> Iterator[None]:
+    """Both ways to say which backward reduces: this library's and FSDP2's."""
+    if order == "strided":
+        model.set_requires_gradient_sync(last)
+        yield
+    else:
+        with trueshard.accumulate(model, last=last):
+            yield
+
+
 def train(
     rank: int,
     world_size: int,
     name: str,
     steps: int,
-    options: dict[str, Any],
+    options: dict[str, Any] | None = None,
     shape: tuple[int, int] | None = None,
     microbatches: int = MICROBATCHES,
+    order: str = "in turn",
+    forwards: int = 1,
 ) -> dict[str, Any]:
-    """Digests of gradients after each backward, and of parameters and state at the end.
+    """Digests of gradients after each step's last backward, losses, norms; hashes of parameters and state.
 
-    ``options``: of ``shard()``; ``shape``: of a mesh (replicate, shard). ``microbatches``: of a step of all ranks.
+    ``options``: of ``shard()``; ``shape``: of a mesh (replicate, shard). ``microbatches``: of a step of all ranks, of
+    ``forwards`` forwards each.
     """
     torch.manual_seed(0)
     model = MODELS[name]()
     made = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     mesh = shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    trueshard.shard(model, made, mesh=mesh, **{"exact": True, **options})
+    trueshard.shard(model, made, mesh=mesh, **{"exact": True} | (options or {}))
     model.train()
-    own = range(rank * microbatches // world_size, (rank + 1) * microbatches // world_size)
+    own = dealt(rank, world_size, microbatches, order)
     report: dict[str, Any] = {}
     for step in range(steps):
-        counts = sum(ROWS * (LENGTH - 1) - number % 3 for number in own)
-        if not hasattr(model, "config") or name == "vit":
-            counts = ROWS * len(own)
-        mean = trueshard.token_mean(model, counts)
+        numbers = [[forwards * number + part for part in range(forwards)] for number in own]
+        mean = trueshard.token_mean(model, sum(terms(model, each) for several in numbers for each in several))
         total = torch.zeros((), dtype=torch.float64)
-        for number in own:
-            with trueshard.sample_rng(0, step, number), trueshard.accumulate(model, last=number == own[-1]):
-                loss, _ = summed_loss(model, step, number)
+        for number, parts in zip(own, numbers, strict=True):
+            with trueshard.sample_rng(0, step, number), unreduced(model, number == own[-1], order):
+                loss = torch.stack([summed_loss(model, step, part) for part in parts]).sum()
                 mean(loss).backward()
-            total += loss.detach().double()
+            total += loss_on_grid(loss)
         report[f"loss {step}"] = mean.value(total)
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        report[f"gradients {step}"] = digest(grads)
-        report[f"norm {step}"] = float(trueshard.clip_grad_norm_(model.parameters(), 0.1))
+        report[f"gradients {step}"] = digest({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        report[f"norm {step}"] = float(trueshard.clip_grad_norm_(model.parameters(), CLIP))
         made.step()
         made.zero_grad()
-        report[f"parameters {step}"] = dict(trueshard.state_hash(model))
-    return report | {"state": dict(trueshard.state_hash(model, made))}
+        report[f"state {step}"] = dict(trueshard.state_hash(model, made))
+    return report
+
+
+def verified(file: Path, exact: Any) -> dict[str, Any]:
+    """The report of ``verify`` on ``make`` of a file, in a program of its own, whose processes are forks."""
+    code = f"import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact={exact!r}).to_json())"
+    done = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
@@ -24,6 +25,16 @@ def whole(value: Any) -> Any:
     shards: list[_Part] = []
     noted = _note(value, shards)
     return _filled(noted, _of_all(shards)) if shards else noted
+
+
+def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters of `model`, whole, by name. Collective."""
+    return whole(dict(model.named_parameters()))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of the parameters that have one, whole, by name. Collective."""
+    return whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def whole_of_all(value: Any) -> list[Any]:

@@ -1,15 +1,14 @@
-"""What tests on handmade models share: batches, plain parameters, and one process held against several."""
+"""What tests on handmade models share: batches, a model and its optimizer before the first step, steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from gathering import whole
-from stepping import take_step
+from stepping import shard_over, take_step
 
 Report = dict[str, Any]
 Case = Callable[[int, int], Any]
@@ -23,11 +22,24 @@ def ids(seed: int, rank: int, world_size: int) -> torch.Tensor:
     return torch.randint(0, 64, (6, 5), generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
 
 
-def parameters(model: nn.Module) -> Report:
-    return whole(dict(model.named_parameters()))
+def prepared(
+    world_size: int,
+    build: Callable[[], nn.Module],
+    kind: str = "SGD",
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """A model from seed 0 and its optimizer; sharded with `options` if there are several ranks."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **{"lr": 0.1} | (settings or {}))
+    shard_over(world_size, model, optimizer, **options)
+    return model, optimizer
 
 
-def take_steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: int, steps: int = 3) -> None:
-    for seed in range(steps):
+def take_steps(
+    model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: int, seeds: Iterable[int] = range(3)
+) -> None:
+    for seed in seeds:
         model(batch(seed, rank, world_size)).pow(2).mean().backward()
         take_step(optimizer)

@@ -8,15 +8,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import trueshard
-from gathering import whole
+from gathering import parameters, whole
 from parity import Ranks, assert_same
 
 SAMPLES = 12
@@ -86,10 +88,6 @@ def train(
             optimizer.zero_grad()
 
 
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return whole(dict(model.named_parameters()))
-
-
 def told(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """Parameters and, of element-wise optimizers, state dicts: what is the same however many ranks there are."""
     found = [each.state_dict() for each in optimizers]
@@ -116,6 +114,11 @@ def shard_over(world_size: int, model: nn.Module, *optimizers: torch.optim.Optim
     """Shard on several ranks; one is the plain PyTorch that they are held against."""
     if world_size > 1:
         trueshard.shard(model, *optimizers, **words)
+
+
+def accumulate(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+    """`trueshard.accumulate`; nothing for a model that is not sharded."""
+    return trueshard.accumulate(model, last=last) if isinstance(model, FSDPModule) else contextlib.nullcontext()
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
@@ -161,13 +164,17 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, **{"lr": 0.01, "eps": EPS} | options)
 
 
-class OwnSGD(torch.optim.Optimizer):
-    """Element-wise, unknown to the library; calls its closure inside the step."""
+class ByParameter(torch.optim.Optimizer):
+    """Updates one parameter after the other; calls its closure inside the step, and counts its steps in its groups."""
 
-    calls, fail_at = 0, -1
+    def __init__(self, params: Any, lr: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr} | settings)
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
+    def prepare(self) -> None:
+        """Do what comes before the updates of a step."""
+
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -175,16 +182,28 @@ class OwnSGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.prepare()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group, self.state[p])
+        return loss
+
+
+class OwnSGD(ByParameter):
+    """Element-wise, unknown to the library."""
+
+    calls, fail_at = 0, -1
+
+    def prepare(self) -> None:
         self.calls += 1
         if self.calls == self.fail_at:
             raise ArithmeticError("as told")
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.5)
-                    p.sub_(state["mean"], alpha=group["lr"] * getattr(p, "rate", 1.0))
-        return loss
+
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.5)
+        p.sub_(state["mean"], alpha=group["lr"] * getattr(p, "rate", 1.0))
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -196,59 +215,42 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Whole(torch.optim.Optimizer):
+class Whole(ByParameter):
     """Divides rows and columns by their norms and scales by the parameter's own: no element is updated by itself.
 
-    Counts its steps in its groups, and keeps state of a parameter's shape, of one row, of one column, and of none.
+    Keeps state of a parameter's shape, of one row, of one column, and of none.
     """
 
     def __init__(self, params: Any, lr: float = 0.05, trust: bool = True) -> None:
-        super().__init__(params, {"lr": lr, "trust": trust})
+        super().__init__(params, lr, trust=trust)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["mean"] = torch.zeros_like(p)
-                    state["sums"] = {"row": p.new_zeros(p.shape[:1]), "column": p.new_zeros(p.shape[-1:])}
-                    state["seen"] = []
-                state["seen"].append(group["step"])
-                state["mean"].lerp_(p.grad, 0.5)
-                update = state["mean"].clone()
-                if p.ndim == 2:
-                    state["sums"]["row"].add_(update.norm(dim=1))
-                    state["sums"]["column"].add_(update.norm(dim=0))
-                    update /= state["sums"]["row"][:, None] + state["sums"]["column"] + 0.1
-                scale = group["lr"] / (1 + 0.1 * group["step"]) / (update.norm() + 0.1)
-                p.sub_(scale * (p.norm() + 0.1) * update if group["trust"] else scale * update)
-        return loss
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(p)
+            state["sums"] = {"row": p.new_zeros(p.shape[:1]), "column": p.new_zeros(p.shape[-1:])}
+            state["seen"] = []
+        state["seen"].append(group["step"])
+        state["mean"].lerp_(p.grad, 0.5)
+        update = state["mean"].clone()
+        if p.ndim == 2:
+            state["sums"]["row"].add_(update.norm(dim=1))
+            state["sums"]["column"].add_(update.norm(dim=0))
+            update /= state["sums"]["row"][:, None] + state["sums"]["column"] + 0.1
+        scale = group["lr"] / (1 + 0.1 * group["step"]) / (update.norm() + 0.1)
+        p.sub_(scale * (p.norm() + 0.1) * update if group["trust"] else scale * update)
 
 
-class Mixed(torch.optim.Optimizer):
+class Mixed(ByParameter):
     """Groups of two kinds in one class, as Muon's forks have: `whole` ones by the tensor, the others by the element."""
 
     def __init__(self, groups: Any, lr: float = 0.05) -> None:
-        super().__init__(groups, {"lr": lr, "whole": False})
+        super().__init__(groups, lr, whole=False)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 1 / group["step"])
-                    scale = mean.norm() + 0.1 if group["whole"] else mean.abs() + 0.1
-                    p.sub_(group["lr"] * mean / scale)
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        mean.lerp_(p.grad, 1 / group["step"])
+        scale = mean.norm() + 0.1 if group["whole"] else mean.abs() + 0.1
+        p.sub_(group["lr"] * mean / scale)
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

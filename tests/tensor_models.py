@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 import trueshard
+from gathering import gradients, parameters, whole
 
 VOCABULARY = 129
 SIZES = {
@@ -81,6 +84,31 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
     return MODELS[name]().to(dtype).train()
 
 
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Norms and routers of transformers compute in float32 by themselves, and add their weights' gradients in it."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + self.weight if isinstance(self, GemmaRMSNorm) else self.weight
+        return scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def route(self: Any, hidden: torch.Tensor) -> Any:
+        logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+        values, indices = torch.topk(F.softmax(logits, dim=-1), self.top_k, dim=-1)
+        return logits, values / values.sum(-1, keepdim=True), indices
+
+    kinds: dict[Any, Any] = dict.fromkeys((GemmaRMSNorm, LlamaRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm), norm)
+    kinds[Qwen3MoeTopKRouter] = route
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, forward in kinds.items():
+            patch.setattr(kind, "forward", forward)
+        yield
+
+
 def optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if kind == "AdamW":
@@ -112,19 +140,11 @@ def train(
             with accumulate:
                 (model(input_ids=own, labels=own).loss / 2).backward()
         norms.append(float(clip(model.parameters(), 0.1)))
-        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        grads = gradients(model)
         for each in made:
             each.step()
             each.zero_grad()
     return {"norms": torch.tensor(norms, dtype=torch.float64), "grads": grads, "parameters": parameters(model)}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def state(model: nn.Module, made: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -137,6 +157,11 @@ def state(model: nn.Module, made: Sequence[torch.optim.Optimizer]) -> dict[str, 
         for key, value in entries.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def far_apart(found: dict[str, float], bound: float) -> dict[str, float]:
+    """The distances that are not below ``bound``."""
+    return {what: distance for what, distance in found.items() if not distance < bound}
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import trueshard
 from cases import as_on_one_device, on_ranks
+from handmade_training import batch, prepared
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
@@ -30,8 +31,7 @@ def build(world_size: int) -> nn.Module:
 
 def numbers(rank: int, world_size: int) -> Any:
     model = build(world_size)
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
-    model(rows).pow(2).mean().backward()
+    model(batch(0, rank, world_size)).pow(2).mean().backward()
     weight: Any = model.blocks[0].up.weight
     grad = weight.grad
     found = {
@@ -101,12 +101,8 @@ def test_values_are_drawn_as_on_one_device(rank: int, world_size: int) -> Any:
 
 def apart(rank: int, world_size: int) -> Any:
     weight: Any = build(world_size).blocks[0].up.weight
-    if rank == 0:
-        with pytest.raises(RuntimeError, match=naming("test_access.py", "full_tensor()")):
-            weight.norm().item()
-    else:
-        with pytest.raises(RuntimeError, match=naming("test_access.py", "full_tensor()")):
-            weight.norm(1).item()
+    with pytest.raises(RuntimeError, match=naming("test_access.py", "full_tensor()")):
+        weight.norm(1 + rank).item()
     return weight.norm().item()
 
 
@@ -127,10 +123,9 @@ def test_a_number_that_one_rank_reads_is_an_error_within_the_time_limit(rank: in
 
 @as_on_one_device()
 def test_data_that_is_assigned_is_taken_or_refused(rank: int, world_size: int) -> Any:
-    model, optimizer = build(world_size), None
+    model, optimizer = prepared(world_size, Scalar)
     weight: Any = model.blocks[0].up.weight
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = batch(0, rank, world_size)
     for step in range(3):
         model(rows).pow(2).mean().backward()
         if step == 0:
@@ -152,7 +147,7 @@ def test_data_that_is_assigned_is_taken_or_refused(rank: int, world_size: int) -
 @as_on_one_device()
 def test_gradients_that_are_asked_for_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     model = build(world_size)
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    rows = batch(0, rank, world_size)
     some = [model.blocks[0].up.weight, model.scale, model.last.bias]
     found: list[Any] = [torch.autograd.grad(model(rows).pow(2).mean(), some)]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -178,7 +173,7 @@ def test_gradients_that_are_asked_for_are_those_of_the_whole(rank: int, world_si
 def test_derivatives_in_forward_mode_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     """Gradients of a loss that holds a value and its derivative, in forward mode, by the input."""
     model = build(world_size)
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    rows = batch(0, rank, world_size)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(rows, torch.ones_like(rows))
         value, derivative = forward_ad.unpack_dual(model(dual))
@@ -229,7 +224,7 @@ def test_plain_tensors_compute_with_sharded_ones(rank: int, world_size: int) -> 
     importance = [torch.rand_like(parameter) for parameter in before]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     shard_over(world_size, model, optimizer)
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).chunk(world_size)[rank]
+    rows = batch(0, rank, world_size)
     own = list(model.parameters())
     for _ in range(3):
         loss = model(rows).pow(2).mean()
@@ -253,7 +248,8 @@ def test_plain_tensors_compute_with_sharded_ones(rank: int, world_size: int) -> 
     return average, [torch.from_numpy(each.copy()) for each in arrays], dict(model.named_parameters())
 
 
-def refused(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_what_cannot_be_followed_names_the_remedy(rank: int, world_size: int) -> Any:
     model = build(world_size)
     weight: Any = model.last.weight
     loss = model(torch.ones(2, 8)).sum()
@@ -270,10 +266,6 @@ def refused(rank: int, world_size: int) -> Any:
     torch.func.functional_call(plain, {"bias": torch.zeros(2)}, torch.ones(1, 2))
     with pytest.raises(RuntimeError, match=naming("no_grad()")):
         weight[0] = 1
-
-
-def test_what_cannot_be_followed_names_the_remedy(ranks2: Ranks) -> None:
-    ranks2.run(refused)
 
 
 @on_ranks(2)

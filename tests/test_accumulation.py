@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch import nn
 import trueshard
 from cases import as_on_one_device
 from gathering import whole
+from handmade_training import batch, prepared, take_steps
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import shard_over, take_step
+from stepping import accumulate, take_step
 
 
 class Planted(Exception):
@@ -34,15 +34,8 @@ def build(world_size: int, given: bool = True) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-@contextlib.contextmanager
-def accumulate(model: nn.Module, world_size: int, last: bool) -> Iterator[None]:
-    with trueshard.accumulate(model, last=last) if world_size > 1 else contextlib.nullcontext():
-        yield
-
-
 def backward(model: nn.Module, seed: int, rank: int, world_size: int) -> None:
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
-    model(rows).pow(2).mean().backward()
+    model(batch(seed, rank, world_size)).pow(2).mean().backward()
 
 
 @pytest.mark.parametrize(
@@ -54,11 +47,11 @@ def test_what_was_given_up_is_in_no_later_step(rank: int, world_size: int, how: 
     model, optimizer = build(world_size, given=how != "an optimizer made later")
     for number in range(3):
         if number % 2 == 0:
-            with contextlib.suppress(Planted), accumulate(model, world_size, last=False):
+            with contextlib.suppress(Planted), accumulate(model, last=False):
                 backward(model, 10, rank, world_size)
                 if how == "after an exception":
                     raise Planted
-            with accumulate(model, world_size, last=False):
+            with accumulate(model, last=False):
                 backward(model, 11, rank, world_size)
             if how == "part by part":
                 for part in model.children():
@@ -69,7 +62,7 @@ def test_what_was_given_up_is_in_no_later_step(rank: int, world_size: int, how: 
             else:
                 optimizer.zero_grad()
         for part in (False, True):
-            with accumulate(model, world_size, last=part):
+            with accumulate(model, last=part):
                 backward(model, number * 2 + part, rank, world_size)
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -80,12 +73,12 @@ def test_what_was_given_up_is_in_no_later_step(rank: int, world_size: int, how: 
 def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(rank: int, world_size: int) -> Any:
     model, optimizer = build(world_size)
     for _ in range(2):
-        with accumulate(model, world_size, last=False):
+        with accumulate(model, last=False):
             backward(model, 0, rank, world_size)
         if world_size > 1:
             with pytest.raises(RuntimeError, match=naming("SGD", "last=True", "zero_grad()")):
                 optimizer.step()
-        with accumulate(model, world_size, last=True):
+        with accumulate(model, last=True):
             backward(model, 1, rank, world_size)
         take_step(optimizer)
     return dict(model.named_parameters())
@@ -106,13 +99,8 @@ class Phases(nn.Module):
 
 @as_on_one_device()
 def test_complex_gradients_beside_real_ones_keep_both_parts(rank: int, world_size: int) -> Any:
-    torch.manual_seed(0)
-    model = Phases()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer)
-    for seed in range(3):
-        backward(model, seed, rank, world_size)
-        take_step(optimizer)
+    model, optimizer = prepared(world_size, Phases)
+    take_steps(model, optimizer, rank, world_size)
     return dict(model.named_parameters())
 
 

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize
 
 import trueshard
 from cases import as_on_one_device, on_ranks
+from handmade_training import prepared, take_steps
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
-from stepping import shard_over, take_step
 from trueshard.sharding.engine import sharded
 
 
@@ -65,21 +65,14 @@ def fewer_blocks(model: nn.Module) -> None:
 CHANGES = [head, parameter, inside_a_block, layer, tie_among_new_ones, twice, fewer_blocks]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, rank: int, world_size: int) -> None:
-    rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
-    model(rows).pow(2).mean().backward()
-    take_step(optimizer)
-
-
 @pytest.mark.parametrize("gathered", [False, True], ids=["freed", "gathered"])
 @pytest.mark.parametrize("change", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
 @as_on_one_device()
 def test_what_is_added_trains_as_on_one_device(rank: int, world_size: int, change: int, gathered: bool) -> Any:
-    torch.manual_seed(0)
-    model = Scalar()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer, reshard_after_forward="never" if gathered else "default")
-    step(model, optimizer, 0, rank, world_size)
+    model, optimizer = prepared(
+        world_size, Scalar, "AdamW", {"lr": 0.1}, reshard_after_forward="never" if gathered else "default"
+    )
+    take_steps(model, optimizer, rank, world_size, [0])
     if gathered:
         model(torch.ones(1, 8))
     before = {id(parameter) for parameter in model.parameters()}
@@ -87,10 +80,9 @@ def test_what_is_added_trains_as_on_one_device(rank: int, world_size: int, chang
     new = [parameter for parameter in model.parameters() if id(parameter) not in before]
     if new:
         optimizer.add_param_group({"params": new, "lr": 0.05})
-    for seed in range(1, 4):
-        step(model, optimizer, seed, rank, world_size)
+    take_steps(model, optimizer, rank, world_size, [1, 2, 3])
     made = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, made, 4, rank, world_size)
+    take_steps(model, made, rank, world_size, [4])
     return dict(model.named_parameters()), list(model.state_dict())
 
 

@@ -21,9 +21,10 @@ from torch.optim.swa_utils import (
 import trueshard
 from cases import as_on_one_device
 from gathering import whole
+from handmade_training import batch, prepared, take_steps
 from models.handmade import WIDTH, Block, Scalar
-from parity import Pool, Ranks, assert_same
-from stepping import same, shard_over, take_step
+from parity import Ranks
+from stepping import shard_over
 
 Report = dict[str, Any]
 
@@ -58,39 +59,6 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def rows(seed: int, rank: int, world_size: int) -> torch.Tensor:
-    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
-
-
-def averaged(rank: int, world_size: int, way: str, early: bool) -> Report:
-    """Four steps, an update of the copy after each, and what the copy computes."""
-    torch.manual_seed(0)
-    model = Everything()
-    if way == "ema of a model of floats, with buffers":
-        model.calls = model.calls.float()  # torch's EMA of a list takes no integers
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-    shard_over(world_size, model, optimizer)
-    copy = AveragedModel(model, **WAYS[way]()) if early else None
-    report: Report = {}
-    for seed in range(4):
-        model(rows(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
-        if copy is None:
-            copy = AveragedModel(model, **WAYS[way]())
-        copy.update_parameters(model)
-    assert copy is not None
-    report["model"] = whole(dict(model.state_dict()))
-    report["copy"] = whole(dict(copy.state_dict()))
-    report["names"] = [n for n, _ in copy.module.named_parameters(remove_duplicate=False)]
-    report["trainable"] = [p.requires_grad for p in copy.module.parameters()]
-    copy.eval()
-    with torch.no_grad():
-        report["output"] = copy(rows(9, 0, 1))
-    model.eval()
-    report["model's output"] = model(rows(9, 0, 1)).detach()
-    return report
-
-
 IN_SHORT = ("default", "ema, by list", "buffers by parameter")
 LATE = ("default", "swa, by list", "ema of a model of floats, with buffers")
 """What a copy has when it is made is the same for those by parameter."""
@@ -105,13 +73,33 @@ ON_THREE = (("ema, by parameter", True), ("default, with buffers", False))
         *(pytest.param(way, early, 3, marks=pytest.mark.rest) for way, early in ON_THREE),
     ],
 )
-def test_an_averaged_copy_is_that_of_the_unsharded_model(
-    way: str, early: bool, count: int, alone: Ranks, pool: Pool
-) -> None:
-    """Made before the first step, or after it."""
-    (expected,) = alone.run(averaged, way, early)
-    for found in Ranks(count, pool).run(averaged, way, early):
-        assert_same(found, expected, rtol=1e-4, atol=1e-5)
+@as_on_one_device("count", atol=1e-5)
+def test_an_averaged_copy_is_that_of_the_unsharded_model(rank: int, world_size: int, way: str, early: bool) -> Report:
+    """Made before the first step, or after it: four steps, an update of the copy after each, what the copy computes."""
+    torch.manual_seed(0)
+    model = Everything()
+    if way == "ema of a model of floats, with buffers":
+        model.calls = model.calls.float()  # torch's EMA of a list takes no integers
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    shard_over(world_size, model, optimizer)
+    copy = AveragedModel(model, **WAYS[way]()) if early else None
+    report: Report = {}
+    for seed in range(4):
+        take_steps(model, optimizer, rank, world_size, [seed])
+        if copy is None:
+            copy = AveragedModel(model, **WAYS[way]())
+        copy.update_parameters(model)
+    assert copy is not None
+    report["model"] = whole(dict(model.state_dict()))
+    report["copy"] = whole(dict(copy.state_dict()))
+    report["names"] = [n for n, _ in copy.module.named_parameters(remove_duplicate=False)]
+    report["trainable"] = [p.requires_grad for p in copy.module.parameters()]
+    copy.eval()
+    with torch.no_grad():
+        report["output"] = copy(batch(9, 0, 1))
+    model.eval()
+    report["model's output"] = model(batch(9, 0, 1)).detach()
+    return report
 
 
 def held(model: nn.Module) -> int:
@@ -162,27 +150,23 @@ def test_a_copy_costs_a_shard_a_rank(sizes: list[Ranks]) -> None:
 @as_on_one_device(atol=1e-05)
 def test_averaged_values_are_swapped_in_and_out(rank: int, world_size: int) -> Report:
     """Evaluation with the averaged values in the model itself, and back again before training goes on."""
-    torch.manual_seed(0)
-    model = Everything()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    shard_over(world_size, model, optimizer)
+    model, optimizer = prepared(world_size, Everything, settings={"momentum": 0.9})
     copy = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     report: Report = {}
     for seed in range(3):
-        model(rows(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
+        take_steps(model, optimizer, rank, world_size, [seed])
         copy.update_parameters(model)
         kept = [p.detach().clone() for p in model.parameters()]
         with torch.no_grad():
             for p, average in zip(model.parameters(), copy.module.parameters(), strict=True):
                 p.copy_(average)
             model.eval()
-            report[f"averaged {seed}"] = model(rows(20, 0, 1))
+            report[f"averaged {seed}"] = model(batch(20, 0, 1))
             copy.eval()
-            report[f"by the copy {seed}"] = copy(rows(20, 0, 1))
+            report[f"by the copy {seed}"] = copy(batch(20, 0, 1))
             for p, old in zip(model.parameters(), kept, strict=True):
                 p.copy_(old)
-            report[f"back {seed}"] = model(rows(20, 0, 1))
+            report[f"back {seed}"] = model(batch(20, 0, 1))
             model.train()
     model.load_state_dict(copy.module.state_dict())
     report["loaded"] = whole(dict(model.named_parameters()))
@@ -202,34 +186,24 @@ class Normalised(nn.Module):
         return self.last(self.norm(self.block(x)))
 
 
-@pytest.mark.filterwarnings("ignore")
-def schedule(rank: int, world_size: int) -> Report:
-    """torch's own recipe: SWALR, an update an epoch, statistics of the copy at the end."""
-    import warnings
-
+@as_on_one_device(atol=1e-5)
+def test_torchs_recipe_for_swa_works(rank: int, world_size: int) -> Report:
+    """SWALR, an update an epoch, statistics of the copy at the end."""
     torch.manual_seed(0)
     model = Normalised()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
-    if world_size > 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trueshard.shard(model, optimizer)
+    shard_over(world_size, model, optimizer)
     copy = AveragedModel(model)
     report: Report = {"rates": []}
     for seed in range(5):
-        model(rows(seed, 0, 1)).pow(2).mean().backward()
-        take_step(optimizer)
+        take_steps(model, optimizer, 0, 1, [seed])
         scheduler.step()
         report["rates"].append(optimizer.param_groups[0]["lr"])
         if seed >= 2:
             copy.update_parameters(model)
-    update_bn([rows(seed, 0, 1) for seed in range(3)], copy)
+    update_bn([batch(seed, 0, 1) for seed in range(3)], copy)
     copy.eval()
     with torch.no_grad():
-        report["output"] = copy(rows(9, 0, 1))
+        report["output"] = copy(batch(9, 0, 1))
     return report | {"copy": whole(dict(copy.state_dict()))}
-
-
-def test_torchs_recipe_for_swa_works(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(schedule, alone, sizes, atol=1e-5)

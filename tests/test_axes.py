@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import trueshard
+from gathering import gradients, parameters, whole
 from parity import Ranks
-from tensor_models import SIZES, distance, parameters, whole
+from stepping import accumulate
+from tensor_models import SIZES, distance, far_apart, in_float64
 
 RANKS = 4
 CASES = 16
@@ -78,30 +78,6 @@ def covering() -> list[dict[str, Any]]:
     return found
 
 
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """The model's norms and router compute in float32 by themselves; inside, in float64."""
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
-
-    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    def route(self: Any, hidden: torch.Tensor) -> Any:
-        logits = F.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
-        values, indices = torch.topk(F.softmax(logits, dim=-1), self.top_k, dim=-1)
-        return logits, values / values.sum(-1, keepdim=True), indices
-
-    kinds = (modeling.Qwen3MoeRMSNorm, norm), (modeling.Qwen3MoeTopKRouter, route)
-    before = [kind.forward for kind, _ in kinds]
-    for kind, forward in kinds:
-        kind.forward = forward
-    try:
-        yield
-    finally:
-        for (kind, _), forward in zip(kinds, before, strict=True):
-            kind.forward = forward
-
-
 def build() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -136,25 +112,21 @@ def train(model: Any, made: list[torch.optim.Optimizer], case: dict[str, Any], r
         mean = trueshard.token_mean(model, count) if is_sharded else functools.partial(torch.mul, 1 / count)
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
-            with trueshard.accumulate(model, last=last) if is_sharded else contextlib.nullcontext():
+            with accumulate(model, last):
                 logits = model(**{k: v for k, v in part.items() if "labels" not in k}, use_cache=False).logits
                 mean(F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")).backward()
         if case["clip"] != "none":
             clip = trueshard.clip_grad_norm_ if case["clip"] == "ours" or not is_sharded else nn.utils.clip_grad_norm_
             norms.append(float(whole(clip(model.parameters(), 0.5))))
-        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        grads = gradients(model)
         for each in made:
             each.step()
             each.zero_grad()
     return {"norms": torch.tensor([*norms, 0.0], dtype=torch.float64), **grads}
 
 
+@in_float64()
 def case_on_ranks(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, float]:
-    with in_float64():
-        return _case(case)
-
-
-def _case(case: dict[str, Any]) -> dict[str, float]:
     plain, model = build(), build()
     made, known = (optimizers_of(case["optimizer"], each) for each in (model, plain))
     tensor, context = int(case["tensor"][0]), case["context"]
@@ -236,4 +208,4 @@ def test_every_pair_of_choices_trains_as_one_process(number: int, ranks4: Ranks)
     case = cases()[number]
     bound = 1e-12 if case["optimizer"] == "AdamW" else 1e-9
     for found in ranks4.run(case_on_ranks, case, timeout=120):
-        assert {what: far for what, far in found.items() if not far < bound} == {}, case
+        assert far_apart(found, bound) == {}, case

@@ -19,37 +19,23 @@ from cases import on_ranks
 from messages import naming
 from parity import Ranks, assert_same
 from resting import all_but
-from stepping import build, parameters, same, shard_over, train
+from stepping import ByParameter, build, parameters, same, shard_over, train
 from trueshard.optim.classify import classify, manner
 
 Update = Callable[["Made", dict[str, Any], torch.Tensor, dict[str, Any]], torch.Tensor]
 """(optimizer, group, gradient, the parameter's state) → what is subtracted, times the rate"""
 
 
-class Made(torch.optim.Optimizer):
+class Made(ByParameter):
     """Subtracts from each parameter what a function of its gradient says."""
 
-    def __init__(self, params: Any, update: Update, lr: float = 0.05, **settings: Any) -> None:
-        super().__init__(params, {"lr": lr} | settings)
-        self.update = update
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rule = rule
         self.extra: Any = None
 
-    def prepare(self) -> None:
-        """Do what comes before the updates of a step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.prepare()
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.update(self, group, p.grad, self.state[p]))
-        return loss
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(group["lr"] * self.rule(self, group, p.grad, state))
 
     def gradients(self, group: dict[str, Any]) -> list[tuple[nn.Parameter, torch.Tensor]]:
         return [(p, p.grad) for p in group["params"] if p.grad is not None]
@@ -101,7 +87,7 @@ WHOLE: dict[str, Update] = {
     "by the shape's rows": lambda _, group, grad, state: (
         grad * max(1, grad.shape[0] / grad[:1].numel()) ** 0.5 if grad.ndim == 2 else grad
     ),
-    "every tenth step": lambda _, group, grad, state: norm(_, group, grad, state) if group["steps"] % 10 == 0 else grad,
+    "every tenth step": lambda _, group, grad, state: norm(_, group, grad, state) if group["step"] % 10 == 0 else grad,
 }
 
 
@@ -137,7 +123,7 @@ class Estimate(Made):
         for group in self.param_groups:
             dots = [(p * grad).sum().item() for p, grad in self.gradients(group)]
             group["distance"] = group.get("distance", 0.0) + sum(dots)
-            group["factor"] = 1.0 if group.get("steps", 0) < 50 else group["distance"]
+            group["factor"] = 1.0 if group.get("step", 0) < 50 else group["distance"]
 
 
 def noisy(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
@@ -173,9 +159,9 @@ class NeedsGraph(Made):
 class Holds(Made):
     """Steps a list of its own, beside its groups."""
 
-    def __init__(self, params: Any, update: Update, **settings: Any) -> None:
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
         self.own = list(params)
-        super().__init__(self.own, update, **settings)
+        super().__init__(self.own, rule, **settings)
 
     def prepare(self) -> None:
         for p, grad in self.gradients({"params": self.own}):
@@ -185,9 +171,9 @@ class Holds(Made):
 class Keyed(Made):
     """Looks a parameter up in a table of its own, made with the optimizer."""
 
-    def __init__(self, params: Any, update: Update, **settings: Any) -> None:
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
         params = list(params)
-        super().__init__(params, update, **settings)
+        super().__init__(params, rule, **settings)
         self.rate = {p: 1.0 + i for i, p in enumerate(params)}
 
     def prepare(self) -> None:
@@ -413,7 +399,7 @@ class Rarely(Made):
     """Draws random numbers at its 20th step."""
 
     def prepare(self) -> None:
-        if self.param_groups[0].get("steps", 0) == 19:
+        if self.param_groups[0].get("step", 0) == 19:
             torch.rand(())
 
 

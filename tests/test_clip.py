@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import trueshard
 from cases import as_on_one_device
 from gathering import whole
+from handmade_training import batch, prepared
 from messages import naming
-from models.handmade import Scalar, Stack, TiedBlocks, Tiny
+from models.handmade import Scalar, ScalarFirst, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
 from stepping import shard_over
 from trueshard.optim.shards import group_shards
@@ -140,8 +141,9 @@ def test_a_list_over_several_meshes_has_one_norm(rank: int, world_size: int, rev
     return report
 
 
-def not_finite(rank: int, world_size: int) -> list[Any]:
-    """inf and NaN on the last shard of one gradient: an error on every rank, or torch's values, as is asked."""
+@as_on_one_device()
+def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(rank: int, world_size: int) -> list[Any]:
+    """inf and NaN on the last shard of one gradient: an error, or torch's values, as is asked."""
     seen = []
     for bad in (torch.inf, torch.nan):
         for order in (1.0, 2.0, math.inf):
@@ -165,13 +167,6 @@ def not_finite(rank: int, world_size: int) -> list[Any]:
     return seen
 
 
-def test_what_is_not_finite_on_one_rank_is_an_error_on_every_rank(alone: Ranks, sizes: list[Ranks]) -> None:
-    (expected,) = alone.run(not_finite)
-    for ranks in sizes:
-        for found in ranks.run(not_finite):
-            assert_same(found, expected)
-
-
 @as_on_one_device(2, atol=1e-07)
 def test_parameters_come_as_a_list_a_generator_or_one_tensor(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
@@ -193,25 +188,13 @@ def test_parameters_come_as_a_list_a_generator_or_one_tensor(rank: int, world_si
     return report | {n: p.grad for n, p in model.named_parameters()}
 
 
-class ScalarFirst(Scalar):
-    """The first parameter is one that every rank holds whole, so that a list of all starts with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
-
-
 @pytest.mark.parametrize("foreach", FOREACH)
 @as_on_one_device()
 def test_torchs_own_functions_take_every_parameter(rank: int, world_size: int, foreach: bool | None) -> Report:
-    torch.manual_seed(0)
-    model = ScalarFirst()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=foreach)
-    shard_over(world_size, model, optimizer)
+    model, optimizer = prepared(world_size, ScalarFirst, "AdamW", {"lr": 0.01, "eps": 1e-3, "foreach": foreach})
     norms = []
     for seed in range(3):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
-        model(x).pow(2).mean().backward()
+        model(batch(seed, rank, world_size)).pow(2).mean().backward()
         if seed == 2:
             total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], 3.0, foreach=foreach)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total, foreach=foreach)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
-from gathering import whole
-from messages import lacking, naming
+from cases import on_ranks
+from gathering import gradients, parameters, whole
+from messages import naming
 from parity import Pool, Ranks, assert_same
 from sequences import IGNORED, LENGTH, ROWS, STEPS, batch_of, build, summed
 from trueshard.model.names import Index
@@ -27,13 +29,12 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
     sharded = hasattr(model, "set_requires_gradient_sync")
     for step, microbatches in enumerate(batches):
         report[f"loss {step}"] = loss_of(model, microbatches)
-        named = {name: p.grad for name, p in model.named_parameters()}
-        report[f"gradients {step}"] = whole(named)
+        report[f"gradients {step}"] = gradients(model)
         clip = trueshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
         report[f"norm {step}"] = whole({"norm": clip(model.parameters(), 0.1)})
         optimizer.step()
         optimizer.zero_grad()
-    return report | {"parameters": whole(dict(model.named_parameters()))}
+    return report | {"parameters": parameters(model)}
 
 
 def of_one(model: nn.Module, microbatches: list[dict[str, torch.Tensor]]) -> float:
@@ -334,25 +335,17 @@ def unfit(name: str, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def refused(rank: int, world_size: int) -> list[str]:
-    found = []
-    for name, options, _ in REFUSED:
+@on_ranks(2)
+def test_models_that_cannot_share_sequences_are_refused_by_name_and_stay_as_they_were(
+    rank: int, world_size: int
+) -> None:
+    for name, options, words in REFUSED:
         model = unfit(name, options)
         before = {key: (id(module), dict(module.__dict__)) for key, module in model.named_modules()}
-        try:
+        with pytest.raises(ValueError, match=naming(*words)):
             trueshard.shard(model, context=2)
-            found.append(f"{name} is not refused")
-        except ValueError as error:
-            found.append(str(error))
         for key, module in model.named_modules():
             assert (id(module), dict(module.__dict__)) == before[key], key
-    return found
-
-
-def test_models_that_cannot_share_sequences_are_refused_by_name_and_stay_as_they_were(ranks2: Ranks) -> None:
-    for found in ranks2.run(refused):
-        for (name, _, words), message in zip(REFUSED, found, strict=True):
-            assert lacking(message, *words) == [], (name, message)
 
 
 def catalogue(rank: int, world_size: int) -> dict[str, Any]:
@@ -399,14 +392,9 @@ def undone(rank: int, world_size: int) -> dict[str, Any]:
     from trueshard.sharding import engine
 
     model = build("llama")
-    config, bind = model.config, engine.rebind
-    engine.rebind = lambda *args: 1 / 0
-    try:
+    config = model.config
+    with mock.patch.object(engine, "rebind", side_effect=KeyError), pytest.raises(KeyError):
         trueshard.shard(model, torch.optim.SGD(model.parameters()), context=2)
-    except ZeroDivisionError:
-        pass
-    finally:
-        engine.rebind = bind
     assert model.config is config
     assert config._attn_implementation == "sdpa"
     assert not any("_trueshard_context" in module.__dict__ for module in model.modules())

@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 import trueshard
 from cases import as_on_one_device, on_ranks, raises_on_ranks
-from gathering import whole
-from handmade_training import Case, Report, batch, ids, parameters, take_steps
+from gathering import parameters, whole
+from handmade_training import Case, Report, batch, ids, prepared, take_steps
 from messages import naming
 from models import LAZY
-from models.handmade import Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
+from models.handmade import HANDMADE, Block, Buffers, Methods, Scalar, Stack, TiedBlocks, TiedLanguageModel
 from parity import Ranks, assert_same
 from resting import all_but
-from stepping import same, shard_over, take_step
+from stepping import accumulate, same, shard_over, take_step
 
 # 3. Trainability
 
@@ -57,7 +58,8 @@ def test_what_is_frozen_never_moves_and_thaws(rank: int, world_size: int) -> Rep
 # 4. Ties
 
 
-def ties(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_a_tie_stays_one_object(rank: int, world_size: int) -> None:
     for build, one, two in (
         (TiedBlocks, "blocks.0.up.weight", "blocks.2.up.weight"),
         (TiedLanguageModel, "embed.weight", "head.weight"),
@@ -71,11 +73,6 @@ def ties(rank: int, world_size: int) -> None:
         assert len(every) == len(dict(model.named_parameters())) + 1
         saved = model.state_dict()
         assert saved[one].to_local().data_ptr() == saved[two].to_local().data_ptr()
-
-
-def test_a_tie_stays_one_object(ranks2: Ranks, ranks3: Ranks) -> None:
-    ranks2.run(ties)
-    ranks3.run(ties)
 
 
 class Ordered(TiedBlocks):
@@ -156,8 +153,8 @@ def test_a_student_and_its_teacher_keep_their_ties(rank: int, world_size: int, t
 # 5. Dtypes
 
 
-def dtypes(rank: int, world_size: int) -> Report:
-    seen: Report = {}
+@on_ranks(2)
+def test_mixed_precision_never_touches_storage(rank: int, world_size: int) -> None:
     for word, compute in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         torch.manual_seed(0)
         model = Stack()
@@ -172,14 +169,7 @@ def dtypes(rank: int, world_size: int) -> Report:
         assert plan.mixed_precision == trueshard.MixedPrecision(compute=str(compute)[6:], reduce="float32")
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-        seen[word] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    return seen
-
-
-def test_mixed_precision_never_touches_storage(ranks2: Ranks) -> None:
-    found = ranks2.run(dtypes)
-    assert_same(found[0], found[1])
-    assert len(found[0]["bf16"]) == len(list(Stack().parameters())) - 1
+        assert sum(p.grad is not None for p in model.parameters()) == len(list(model.parameters())) - 1
 
 
 class Packed(nn.Module):
@@ -268,20 +258,13 @@ def test_buffers_and_what_is_no_float_are_never_cast_and_inputs_as_the_policy_sa
         assert_same(whole(dict(model.named_buffers())), buffers)
 
 
-def mixed_units(rank: int, world_size: int) -> list[str]:
-    from models.handmade import HANDMADE
-
+@on_ranks(2)
+def test_another_trainable_dtype_in_a_block_is_a_unit_of_its_own(rank: int, world_size: int) -> None:
     model = HANDMADE["mixed"].build(0)
     before = {n: p.dtype for n, p in model.named_parameters()}
     plan = trueshard.shard(model)
     assert {n: p.dtype for n, p in model.named_parameters()} == before
-    return [f"{u.name}: {u.dtype}" for u in plan.units]
-
-
-def test_another_trainable_dtype_in_a_block_is_a_unit_of_its_own(ranks2: Ranks) -> None:
-    units = ranks2.run(mixed_units)[0]
-    assert "blocks.0: bfloat16" in units
-    assert "blocks.0.norm: float32" in units
+    assert (plan.unit("blocks.0").dtype, plan.unit("blocks.0.norm").dtype) == ("bfloat16", "float32")
 
 
 class Quantized(nn.Module):
@@ -298,21 +281,17 @@ class Quantized(nn.Module):
         return F.linear(x, (self.codes.to(x.dtype) - 128) * self.scale.to(x.dtype)) + self.up(self.down(x))
 
 
-def quantized(rank: int, world_size: int, compute: str | None) -> Report:
-    torch.manual_seed(0)
-    model = nn.Sequential(Quantized(8, 9), Quantized(9, 8))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    shard_over(world_size, model, optimizer, units="Quantized", mixed_precision=compute)
-    take_steps(model, optimizer, rank, world_size)
-    assert not model[0].codes.requires_grad
+@as_on_one_device()
+def test_frozen_bytes_are_sharded_and_never_cast(rank: int, world_size: int) -> Report:
+    for compute in ("bf16", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(Quantized(8, 9), Quantized(9, 8))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        shard_over(world_size, model, optimizer, units="Quantized", mixed_precision=compute)
+        take_steps(model, optimizer, rank, world_size)
+        assert not model[0].codes.requires_grad
+        assert model[0].codes.dtype == torch.uint8
     return parameters(model)
-
-
-def test_frozen_bytes_are_sharded_and_never_cast(alone: Ranks, sizes: list[Ranks]) -> None:
-    same(quantized, alone, sizes, None)
-    for ranks in sizes:
-        for found in ranks.run(quantized, "bf16"):
-            assert found["0.codes"].dtype == torch.uint8
 
 
 class TwoDtypes(nn.Module):
@@ -367,12 +346,8 @@ def test_attributes_and_hooks_survive(rank: int, world_size: int) -> Report:
         if seed == 1:
             removed.remove()
         for part in range(2):
-            x = torch.cat([batch(seed * 2 + part, rank, world_size)])
-            if world_size > 1:
-                with trueshard.accumulate(model, last=part == 1):
-                    model(x).pow(2).mean().backward()
-            else:
-                model(x).pow(2).mean().backward()
+            with accumulate(model, last=part == 1):
+                model(batch(seed * 2 + part, rank, world_size)).pow(2).mean().backward()
         take_step(optimizer)
     assert in_forward == [tag] * 6
     assert ("after", (8,)) in seen
@@ -405,10 +380,7 @@ def test_methods_and_submodules_work_beside_forward(rank: int, world_size: int) 
     report: Report = {}
     for build in (WithMethods, Untied):
         for policy in ("always", "default", "never"):
-            torch.manual_seed(0)
-            model = build()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            shard_over(world_size, model, optimizer, reshard_after_forward=policy)
+            model, optimizer = prepared(world_size, build, reshard_after_forward=policy)
             for seed in range(3):
                 x = ids(seed, rank, world_size)
                 model.loss(x).backward()
@@ -425,30 +397,6 @@ def test_methods_and_submodules_work_beside_forward(rank: int, world_size: int) 
 
 
 # 7. What FSDP2 refuses
-
-
-@as_on_one_device(atol=1e-5)
-def test_averaged_models_are_sharded_copies(rank: int, world_size: int) -> Report:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    report: Report = {}
-    for build in (Scalar, Buffers):
-        torch.manual_seed(0)
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard_over(world_size, model, optimizer)
-        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
-        mean = AveragedModel(model)
-        for seed in range(3):
-            model(batch(seed, rank, world_size)).pow(2).mean().backward()
-            take_step(optimizer)
-            ema.update_parameters(model)
-            mean.update_parameters(model)
-        shards = [p for p in ema.parameters() if isinstance(p, DTensor)]
-        assert world_size == 1 or len(shards) >= 16
-        for each in (ema, mean):
-            report[f"{build.__name__} {each is ema}"] = parameters(each.module) | {"out": each(batch(9, 0, 1))}
-    return report
 
 
 @as_on_one_device(atol=1e-5)
@@ -471,10 +419,7 @@ def test_double_backward_works(rank: int, world_size: int) -> Report:
     """A penalty on the input's gradient, with and without the loss beside it, under every policy."""
     report: Report = {}
     for policy in ("never", "default", "always"):
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        shard_over(world_size, model, optimizer, reshard_after_forward=policy)
+        model, optimizer = prepared(world_size, Stack, settings={"lr": 0.05}, reshard_after_forward=policy)
         for seed, kind in enumerate(["both", "plain", "penalty", "unused", "both", "plain"]):
             x = batch(seed, rank, world_size).requires_grad_(True)
             out = model(x)
@@ -544,45 +489,51 @@ def test_double_backward_works_with_other_passes_in_between(rank: int, world_siz
     return report
 
 
-def lazy(rank: int, world_size: int) -> None:
-    trueshard.shard(LAZY.build(0))
-
-
-def aliased(rank: int, world_size: int) -> None:
+def aliased() -> nn.Module:
     model = Stack()
     model.last.weight = nn.Parameter(model.first.weight.detach().T)
-    trueshard.shard(model)
+    return model
 
 
-def viewed_by_a_buffer(rank: int, world_size: int) -> None:
+def viewed_by_a_buffer() -> nn.Module:
     model = Stack()
     model.register_buffer("row", model.first.weight.detach()[1])
     model.register_buffer("copied", model.first.weight.detach()[1].clone())
     model.register_buffer("copied_too", model.copied[2:])
-    trueshard.shard(model)
+    return model
 
 
-def no_forward(rank: int, world_size: int) -> None:
-    trueshard.shard(nn.ModuleList([Block(), Block()]))
+def with_embedding(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 4, **options), nn.Linear(4, 4))
 
 
-def sparse(rank: int, world_size: int) -> None:
-    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
-
-
-def renormed(rank: int, world_size: int) -> None:
-    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 4)))
-
-
-def counted(rank: int, world_size: int) -> None:
-    trueshard.shard(nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True), nn.Linear(4, 4)))
-
-
-def gradients_of_another_dtype(rank: int, world_size: int) -> None:
+def gradients_of_another_dtype() -> nn.Module:
     model = Stack().bfloat16()
     parameter: Any = model.first.weight
     parameter.grad_dtype = torch.float32
-    trueshard.shard(model)
+    return model
+
+
+UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: LAZY.build(0), naming("'1.weight'", "no shape", "once")),
+    "aliased": (aliased, naming("'first.weight'", "'last.weight'", "memory", "same Parameter")),
+    "viewed by a buffer": (viewed_by_a_buffer, naming("buffer 'row'", "'first.weight'", "copy")),
+    "no forward": (lambda: nn.ModuleList([Block(), Block()]), naming("ModuleList", "forward")),
+    "sparse": (lambda: with_embedding(sparse=True), naming("'0'", "sparse=False")),
+    "renormed": (lambda: with_embedding(max_norm=1.0), naming("'0'", "max_norm")),
+    "counted": (lambda: with_embedding(scale_grad_by_freq=True), naming("'0'", "scale_grad_by_freq")),
+    "gradients of another dtype": (
+        gradients_of_another_dtype,
+        naming("'first.weight'", "torch.float32", "mixed_precision="),
+    ),
+}
+
+
+@on_ranks(2)
+def test_models_that_cannot_be_kept_are_refused_by_name(rank: int, world_size: int) -> None:
+    for build, message in UNFIT.values():
+        with pytest.raises(Exception, match=message):
+            trueshard.shard(build())
 
 
 def twice(rank: int, world_size: int) -> None:
@@ -615,14 +566,6 @@ def thawed_dtype(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (lazy, naming("'1.weight'", "no shape", "once")),
-        (aliased, naming("'first.weight'", "'last.weight'", "memory", "same Parameter")),
-        (viewed_by_a_buffer, naming("buffer 'row'", "'first.weight'", "copy")),
-        (no_forward, naming("ModuleList", "forward")),
-        (sparse, naming("'0'", "sparse=False")),
-        (renormed, naming("'0'", "max_norm")),
-        (counted, naming("'0'", "scale_grad_by_freq")),
-        (gradients_of_another_dtype, naming("'first.weight'", "torch.float32", "mixed_precision=")),
         (twice, r"sharded already"),
         (graph_on_gradients, naming("backward(create_graph=True)", "autograd.grad")),
         (one_unit_alone, "one unit"),
@@ -657,7 +600,7 @@ def test_training_goes_on_from_rank_0_and_says_so(rank: int, world_size: int) ->
             f"{len(list(first.parameters()))} tensors",
         ]
         assert "'first.weight'" in said[0]
-    take_steps(model, optimizer, rank, world_size, 2)
+    take_steps(model, optimizer, rank, world_size, range(2))
     return parameters(model) | whole(dict(model.named_buffers()))
 
 
@@ -677,10 +620,7 @@ def different_optimizers(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (
-            different_shapes,
-            naming("rank 0", "'first.weight'", "(8, 8)", "rank 1", "(10, 8)"),
-        ),
+        (different_shapes, naming("rank 0", "'first.weight'", "(8, 8)", "rank 1", "(10, 8)")),
         (different_words, naming("reshard_after_forward", "'never'", "rank 1", "'always'")),
         (different_optimizers, naming("rank 0", "optimizer 0", "rank 1")),
     ],
@@ -718,10 +658,7 @@ def routed(rank: int, world_size: int) -> Report:
     for seed in range(4):
         x = batch(seed, rank, world_size)
         for part in range(2):
-            if world_size > 1:
-                with trueshard.accumulate(model, last=part == 1):
-                    model(x + part).pow(2).mean().backward()
-            else:
+            with accumulate(model, last=part == 1):
                 model(x + part).pow(2).mean().backward()
         chosen[f"without gradient {seed}"] = [n for n, p in model.named_parameters() if p.grad is None]
         take_step(optimizer)
@@ -754,8 +691,9 @@ def test_gradients_that_would_be_mixed_up_are_an_error(rank: int, world_size: in
     model(batch(0, rank, world_size)).pow(2).mean().backward()
 
 
-def durations(rank: int, world_size: int, folder: str) -> list[str]:
-    """What the library logs at INFO of sharding, saving and loading."""
+@on_ranks(2)
+def test_durations_are_logged(rank: int, world_size: int, tmp_path: Path) -> None:
+    """At INFO, of sharding, saving and loading."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -765,17 +703,12 @@ def durations(rank: int, world_size: int, folder: str) -> list[str]:
     try:
         model = Stack()
         trueshard.shard(model)
-        trueshard.save(folder, model=model)
-        trueshard.load(folder, model=model)
+        trueshard.save(tmp_path / "saved", model=model)
+        trueshard.load(tmp_path / "saved", model=model)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return said
-
-
-def test_durations_are_logged(ranks2: Ranks, tmp_path: Path) -> None:
-    for said in ranks2.run(durations, str(tmp_path / "saved")):
-        assert len(said) == 3
-        for line, word in zip(said, ("shard", "save", "load"), strict=True):
-            assert word in line
-            assert re.search(r"\d\.\d+ s$", line)
+    assert len(said) == 3
+    for line, word in zip(said, ("shard", "save", "load"), strict=True):
+        assert word in line
+        assert re.search(r"\d\.\d+ s$", line)

@@ -20,48 +20,32 @@ import stepping
 import trueshard
 from cases import as_on_one_device, on_ranks
 from gathering import whole
+from handmade_training import batch, prepared, take_steps
 from models.handmade import Scalar
-from stepping import EPS, shard_over, take_step
-
-WIDTH = 8
+from stepping import EPS
 
 
 def build(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Scalar()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
-    shard_over(world_size, model, optimizer)
-    return model, optimizer
-
-
-def loss_of(model: nn.Module, seed: int, rank: int, world_size: int) -> torch.Tensor:
-    rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return model(rows.chunk(world_size)[rank]).pow(2).mean()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range, rank: int, world_size: int) -> None:
-    for seed in seeds:
-        loss_of(model, seed, rank, world_size).backward()
-        take_step(optimizer)
+    return prepared(world_size, Scalar, "AdamW", {"lr": 0.01, "eps": EPS})
 
 
 @as_on_one_device()
 def test_copied_state_dicts_go_back_to_what_was(rank: int, world_size: int) -> dict[str, Any]:
     """As the finders of learning rates do: copy, try, go back, train."""
     model, optimizer = build(world_size)
-    train(model, optimizer, range(2), rank, world_size)
+    take_steps(model, optimizer, rank, world_size, range(2))
     before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(2, 5), rank, world_size)
+    take_steps(model, optimizer, rank, world_size, range(2, 5))
     model.load_state_dict(before[0])
     optimizer.load_state_dict(before[1])
-    train(model, optimizer, range(5, 7), rank, world_size)
+    take_steps(model, optimizer, rank, world_size, range(5, 7))
     return {"parameters": dict(model.named_parameters()), "before": dict(before[0])}
 
 
 @on_ranks(3)
 def test_state_dicts_gradients_and_single_parameters_are_pickled(rank: int, world_size: int) -> None:
     model, optimizer = build(world_size)
-    loss_of(model, 0, rank, world_size).backward()
+    model(batch(0, rank, world_size)).sum().backward()
     optimizer.step()
     state = model.state_dict()
     for given in (state, [p.grad for p in model.parameters()], optimizer.state_dict()):
@@ -79,12 +63,12 @@ def test_state_dicts_gradients_and_single_parameters_are_pickled(rank: int, worl
 @on_ranks(2)
 def test_torchs_background_save_takes_the_state_dict(rank: int, world_size: int) -> None:
     model, optimizer = build(world_size)
-    train(model, optimizer, range(2), rank, world_size)
+    take_steps(model, optimizer, rank, world_size, range(2))
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     expected = whole(dict(model.state_dict()))
     dcp.async_save(model.state_dict(), checkpoint_id=Path(str(folder[0]))).result()
-    train(model, optimizer, range(2, 3), rank, world_size)
+    take_steps(model, optimizer, rank, world_size, range(2, 3))
     read = model.state_dict()
     dcp.load(read, checkpoint_id=Path(str(folder[0])))
     found = whole(dict(read))
@@ -123,8 +107,7 @@ def test_a_function_of_a_whole_step_is_compiled(rank: int, world_size: int) -> A
     model, optimizer = build(world_size)
 
     def step(seed: int) -> None:
-        loss_of(model, seed, rank, world_size).backward()
-        take_step(optimizer)
+        take_steps(model, optimizer, rank, world_size, [seed])
 
     if world_size > 1:
         step = torch.compile(step, backend="eager")

@@ -7,7 +7,6 @@ or one, so that the same lines run everywhere.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import trueshard
-from gathering import whole
+from cases import on
+from gathering import parameters, whole
 from models import CASES, Case, rows
 from parity import DEVICE, Pool, Ranks, assert_same
 from running import metrics, project, run
-from stepping import take_step
+from stepping import accumulate, take_step
 
 STEPS = 3
 ROUGH = {"mixed": 1e-2}
@@ -67,7 +67,7 @@ def train(case: Case, model: nn.Module, optimizer: Any, rank: int, world_size: i
     for step in range(STEPS):
         batch = moved(rows(case.batch(SAMPLES, 10 * step), rank, world_size))
         for part in range(parts):
-            with trueshard.accumulate(model, last=part == parts - 1) if is_sharded else nullcontext():
+            with accumulate(model, last=part == parts - 1):
                 loss = case.loss(model, rows(batch, part, parts)) / parts
                 loss.backward()
         losses.append(float(loss.detach()))
@@ -95,7 +95,7 @@ def trains_alike(rank: int, world_size: int, name: str, words: dict[str, Any], p
     rtol = ROUGH.get(name, 2e-3)
     resting = "cpu" if words.get("offload") == "cpu" else device().type
     assert {each.device.type for each in model.parameters()} == {resting}
-    assert_same(whole(dict(model.named_parameters())), whole(dict(plain.named_parameters())), rtol=rtol, atol=2e-4)
+    assert_same(parameters(model), parameters(plain), rtol=rtol, atol=2e-4)
     mine, its = (
         {
             f"{number}.{key}": value
@@ -124,7 +124,8 @@ def test_compiled_units_train_as_without_sharding(here: Ranks) -> None:
     here.run(trains_alike, "llama", {"compile": True}, 1, False, timeout=240.0)
 
 
-def optimizers_step(rank: int, world_size: int) -> None:
+@on("here")
+def test_optimizers_step_as_without_sharding(rank: int, world_size: int) -> None:
     case = CASES["llama"]
     for name, settings in (
         ("SGD", {"momentum": 0.9, "foreach": True}),
@@ -144,15 +145,13 @@ def optimizers_step(rank: int, world_size: int) -> None:
             if is_sharded:
                 trueshard.shard(model, optimizer)
             train(case, model, optimizer, *((rank, world_size) if is_sharded else (0, 1)))
-            found.append(whole(dict(model.named_parameters())))
+            found.append(parameters(model))
         assert_same(found[1], found[0], rtol=5e-3, atol=5e-4)
 
 
-def test_optimizers_step_as_without_sharding(here: Ranks) -> None:
-    here.run(optimizers_step)
-
-
-def computes_low(rank: int, world_size: int, word: str) -> None:
+@pytest.mark.parametrize("word", LOW)
+@on("here")
+def test_low_precision_with_a_scaler(rank: int, world_size: int, word: str) -> None:
     """Losses fall, storage stays; with float16 a scaler skips the step in which one gradient is infinite."""
     case = CASES["llama"]
     model = case.build(0).to(device())
@@ -166,7 +165,7 @@ def computes_low(rank: int, world_size: int, word: str) -> None:
     for step in range(6):
         loss = case.loss(model, batch)
         scaler.scale(loss).backward()
-        before = whole(dict(model.named_parameters()))
+        before = parameters(model)
         if step == 2 and rank == 0 and word == "fp16":
             next(each.grad for each in model.parameters()).to_local().view(-1)[0] = torch.inf
         scaler.unscale_(optimizer)
@@ -175,7 +174,7 @@ def computes_low(rank: int, world_size: int, word: str) -> None:
         scaler.update()
         optimizer.zero_grad()
         if step == 2 and word == "fp16":
-            assert_same(whole(dict(model.named_parameters())), before)
+            assert_same(parameters(model), before)
             assert scaler.get_scale() == 512.0
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
@@ -183,12 +182,9 @@ def computes_low(rank: int, world_size: int, word: str) -> None:
     assert set(seen) == {LOW[word]}
 
 
-@pytest.mark.parametrize("word", LOW)
-def test_low_precision_with_a_scaler(here: Ranks, word: str) -> None:
-    here.run(computes_low, word)
-
-
-def saves_and_loads(rank: int, world_size: int, folder: str, offload: str) -> None:
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@on("here")
+def test_checkpoints_hold_what_is_on_the_device(rank: int, world_size: int, tmp_path: Path, offload: str) -> None:
     from transformers import AutoModelForCausalLM
 
     case = CASES["llama"]
@@ -200,28 +196,24 @@ def saves_and_loads(rank: int, world_size: int, folder: str, offload: str) -> No
         models.append((model, optimizer))
     (model, optimizer), (other, its) = models
     train(case, model, optimizer, rank, world_size)
-    trueshard.save(Path(folder, "now"), model=model, optimizer=optimizer)
-    pending = trueshard.save(Path(folder, "later"), model=model, optimizer=optimizer, wait=False)
+    trueshard.save(tmp_path / "now", model=model, optimizer=optimizer)
+    pending = trueshard.save(tmp_path / "later", model=model, optimizer=optimizer, wait=False)
     assert pending is not None
-    expected = whole(dict(model.named_parameters()))
+    expected = parameters(model)
     train(case, model, optimizer, rank, world_size)  # while it is written
     pending.wait()
     for name in ("now", "later"):
-        trueshard.load(Path(folder, name), model=other, optimizer=its)
-        assert_same(whole(dict(other.named_parameters())), expected, rtol=0, atol=0)
+        trueshard.load(tmp_path / name, model=other, optimizer=its)
+        assert_same(parameters(other), expected, rtol=0, atol=0)
         assert {each.device for each in other.parameters()} == {each.device for each in model.parameters()}
-        read = AutoModelForCausalLM.from_pretrained(Path(folder, name))
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert_same(dict(read.named_parameters()), expected, rtol=0, atol=0)
     train(case, other, its, rank, world_size)
-    assert_same(whole(dict(other.named_parameters())), whole(dict(model.named_parameters())), rtol=0, atol=0)
+    assert_same(parameters(other), parameters(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_checkpoints_hold_what_is_on_the_device(here: Ranks, tmp_path: Path, offload: str) -> None:
-    here.run(saves_and_loads, str(tmp_path), offload)
-
-
-def copies(rank: int, world_size: int) -> None:
+@on("here")
+def test_copies_averages_and_generation(rank: int, world_size: int) -> None:
     """``deepcopy``, a moving average, ``gathered``, and ``generate`` beside the plain model's."""
     case = CASES["llama"]
     plain = case.build(0).to(device())
@@ -242,13 +234,9 @@ def copies(rank: int, world_size: int) -> None:
     average.update_parameters(model)
     average.update_parameters(model)
     duplicate = copy.deepcopy(model)
-    assert_same(whole(dict(duplicate.named_parameters())), whole(dict(model.named_parameters())), rtol=0, atol=0)
-    averaged = whole(dict(average.module.named_parameters()))
-    assert_same(averaged, whole(dict(model.named_parameters())), rtol=1e-5, atol=1e-5)
-
-
-def test_copies_averages_and_generation(here: Ranks) -> None:
-    here.run(copies)
+    assert_same(parameters(duplicate), parameters(model), rtol=0, atol=0)
+    averaged = parameters(average.module)
+    assert_same(averaged, parameters(model), rtol=1e-5, atol=1e-5)
 
 
 def shares(rank: int, world_size: int) -> None:

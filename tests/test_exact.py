@@ -11,8 +11,8 @@ from torch import nn
 
 import exactness
 import trueshard
-from cases import on_ranks, raises_on_ranks
-from exactness import MODELS, summed_loss
+from cases import as_on_one_device, on_ranks, raises_on_ranks
+from exactness import dealt, summed_loss
 from messages import lacking, naming
 from models.handmade import Scalar, Stack
 from parity import Pool, Ranks, assert_same
@@ -27,11 +27,9 @@ def test_training_gives_the_same_bits_on_any_number_of_ranks(
     name: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
 ) -> None:
     (expected,) = alone.run(exactness.train, name, STEPS, {})
-    for ranks in (ranks2, ranks3, ranks4):
-        for found in ranks.run(exactness.train, name, STEPS, {}):
+    for ranks, shape in ((ranks2, None), (ranks3, None), (ranks4, None), (ranks4, (2, 2))):
+        for found in ranks.run(exactness.train, name, STEPS, {}, shape):
             assert_same(found, expected)
-    for found in ranks4.run(exactness.train, name, STEPS, {}, (2, 2)):
-        assert_same(found, expected)
 
 
 ARITHMETIC: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"mixed_precision": "bf16"}}
@@ -57,7 +55,7 @@ def cells() -> list[Any]:
     quick = pytest.param("gpt2_with_dropout", "bfloat16", 8, LAYOUTS[8][:1], 3)
     # All layouts meet all models: some in the one dtype, and the others in the other.
     rest = [
-        pytest.param(name, dtype, count, LAYOUTS[count], 10, marks=pytest.mark.rest)
+        pytest.param(name, dtype, count, LAYOUTS[count], 5, marks=pytest.mark.rest)
         for place, name in enumerate(OF_THE_MATRIX)
         for dtype, count in zip(ARITHMETIC, (8, 6) if place % 2 else (6, 8), strict=True)
     ]
@@ -76,7 +74,8 @@ def test_no_option_of_memory_changes_a_bit(
             assert_same(found, expected)
 
 
-def plain_against_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_one_microbatch_on_one_rank_is_plain_pytorch(rank: int, world_size: int) -> None:
     """One microbatch a step: the same bits as a model that this library has not touched."""
     found = []
     for sharded in (False, True):
@@ -86,7 +85,7 @@ def plain_against_one_rank(rank: int, world_size: int) -> None:
         if sharded:
             trueshard.shard(model, optimizer, exact=True)
         for step in range(3):
-            summed_loss(model, step, 0)[0].backward()
+            summed_loss(model, step, 0).backward()
             optimizer.step()
             grads = {name: p.grad for name, p in model.named_parameters()}
             found.append(exactness.digest({**grads, **{f"new {name}": p for name, p in model.named_parameters()}}))
@@ -94,36 +93,25 @@ def plain_against_one_rank(rank: int, world_size: int) -> None:
     assert found[:3] == found[3:]
 
 
-def test_one_microbatch_on_one_rank_is_plain_pytorch(alone: Ranks) -> None:
-    alone.run(plain_against_one_rank)
-
-
-def by_powers_of_two(rank: int, world_size: int) -> dict[str, Any]:
+@pytest.mark.parametrize("count", [2, 4])
+@as_on_one_device("count", rtol=0.0, atol=0.0)
+def test_a_loss_divided_by_powers_of_two_is_exact_without_token_mean(rank: int, world_size: int) -> dict[str, Any]:
     """A loop of one's own that divides the loss by the number of its microbatches."""
     torch.manual_seed(0)
     model = Scalar()
     trueshard.shard(model, exact=True)
-    own = range(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+    own = dealt(rank, world_size, 8)
     for number in own:
         with trueshard.accumulate(model, last=number == own[-1]):
-            (summed_loss(model, 0, number)[0] / len(own)).backward()
+            (summed_loss(model, 0, number) / len(own)).backward()
     return exactness.digest({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def test_a_loss_divided_by_powers_of_two_is_exact_without_token_mean(
-    alone: Ranks, ranks2: Ranks, ranks4: Ranks
-) -> None:
-    (expected,) = alone.run(by_powers_of_two)
-    for ranks in (ranks2, ranks4):
-        for found in ranks.run(by_powers_of_two):
-            assert_same(found, expected)
 
 
 def too_large(rank: int, world_size: int, factor: float) -> None:
     torch.manual_seed(0)
     model = Scalar()
     trueshard.shard(model, exact=True)
-    (factor * summed_loss(model, 0, rank)[0]).backward()
+    (factor * summed_loss(model, 0, rank)).backward()
 
 
 def test_a_gradient_beyond_the_range_is_an_error_that_names_the_parameter(ranks2: Ranks) -> None:
@@ -138,7 +126,7 @@ def test_a_gradient_that_is_not_finite_stays_so(rank: int, world_size: int) -> N
     torch.manual_seed(0)
     model = Stack()
     trueshard.shard(model, exact=True)
-    loss = summed_loss(model, 0, rank)[0]
+    loss = summed_loss(model, 0, rank)
     (loss * (float("inf") if rank else 1.0)).backward()
     found = {name: bool(p.grad.full_tensor().isfinite().all()) for name, p in model.named_parameters()}
     assert not any(found.values())
@@ -151,7 +139,7 @@ def reduced_twice(rank: int, world_size: int, zero: bool) -> None:
     for number in range(2):
         if zero:
             model.zero_grad(set_to_none=False)
-        summed_loss(model, 0, number)[0].backward()
+        summed_loss(model, 0, number).backward()
 
 
 def test_a_second_reduction_onto_the_first_is_refused(ranks2: Ranks) -> None:
@@ -164,7 +152,7 @@ def hooked(rank: int, world_size: int) -> None:
     model.first.weight.register_hook(lambda grad: None)
     trueshard.shard(model, exact=True)
     with trueshard.accumulate(model, last=False):
-        summed_loss(model, 0, 0)[0].backward()
+        summed_loss(model, 0, 0).backward()
 
 
 class Normalised(Stack):
@@ -187,12 +175,18 @@ def test_what_cannot_be_exact_is_refused_by_name(alone: Ranks, ranks2: Ranks) ->
             exact.refuse(model, trueshard.Plan(exact=True, **options))
 
 
-def hashes(rank: int, world_size: int, shape: tuple[int, int] | None, flip: bool) -> dict[str, str]:
-    torch.manual_seed(0)
-    model = MODELS["whole_ones"]()
+def with_whole_ones(shape: Any, seed: int = 0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A model with parameters that every rank has whole, sharded over a mesh of ``shape``, and its optimizer."""
+    torch.manual_seed(seed)
+    model = Scalar()
     optimizer = torch.optim.AdamW(model.parameters())
     mesh = shape and torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    trueshard.shard(model, optimizer, mesh=mesh)
+    trueshard.shard(model, optimizer, mesh=mesh, **options)
+    return model, optimizer
+
+
+def hashes(rank: int, world_size: int, shape: tuple[int, int] | None, flip: bool) -> dict[str, str]:
+    model, optimizer = with_whole_ones(shape)
     if flip and rank == 0:
         model.first.weight.to_local().detach().view(torch.int32)[0, 0] ^= 1
     return dict(trueshard.state_hash(model, optimizer))
@@ -209,12 +203,8 @@ def test_a_hash_does_not_depend_on_the_layout_and_one_bit_changes_it(
 
 
 def flipped(rank: int, world_size: int, shape: tuple[int, int], wrong: int | None, whole: bool) -> None:
-    torch.manual_seed(0)
-    model = MODELS["whole_ones"]()
-    optimizer = torch.optim.AdamW(model.parameters())
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    trueshard.shard(model, optimizer, mesh=mesh)
-    summed_loss(model, 0, rank)[0].backward()
+    model, optimizer = with_whole_ones(shape)
+    summed_loss(model, 0, rank).backward()
     optimizer.step()
     if rank == wrong:
         parameter = model.scale if whole else model.last.weight
@@ -234,15 +224,12 @@ def test_one_flipped_bit_names_the_tensor_and_the_rank(ranks3: Ranks, ranks4: Ra
 
 
 def saved_or_loaded(rank: int, world_size: int, folder: str, load: bool) -> dict[str, str]:
-    torch.manual_seed(int(load))
-    model = MODELS["whole_ones"]()
-    optimizer = torch.optim.AdamW(model.parameters())
-    trueshard.shard(model, optimizer, exact=True)
+    model, optimizer = with_whole_ones(None, int(load), exact=True)
     if load:
         trueshard.load(folder, model=model, optimizer=optimizer)
     else:
         trueshard.token_mean(model, 1)
-        summed_loss(model, 0, rank)[0].backward()
+        summed_loss(model, 0, rank).backward()
         optimizer.step()
         trueshard.save(folder, model=model, optimizer=optimizer)
     return dict(trueshard.state_hash(model, optimizer))
@@ -279,7 +266,8 @@ def test_compiled_blocks_have_the_same_bits(pool: Pool) -> None:
         assert_same(found, expected)
 
 
-def changed_later(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device(3, rtol=0.0, atol=0.0)
+def test_what_is_changed_after_sharding_adds_up_exactly(rank: int, world_size: int) -> dict[str, Any]:
     """A state dict that is assigned, a module that is added, a copy: what comes later adds up exactly, too."""
     torch.manual_seed(0)
     model = Stack()
@@ -288,20 +276,13 @@ def changed_later(rank: int, world_size: int) -> dict[str, Any]:
     model.load_state_dict(state, assign=True)
     model.extra = nn.Linear(8, 8)
     model.last.register_forward_hook(lambda module, args, output: output + model.extra(args[0]))
-    own = range(rank * 6 // world_size, (rank + 1) * 6 // world_size)
+    own = dealt(rank, world_size, 6)
     mean = trueshard.token_mean(model, len(own))
     for number in own:
         with trueshard.accumulate(model, last=number == own[-1]):
-            mean(summed_loss(model, 0, number)[0]).backward()
+            mean(summed_loss(model, 0, number)).backward()
     norm = float(trueshard.clip_grad_norm_(model.parameters(), 0.1))
     return {"norm": norm} | exactness.digest({name: p.grad for name, p in model.named_parameters()})
-
-
-def test_what_is_changed_after_sharding_adds_up_exactly(alone: Ranks, ranks3: Ranks) -> None:
-    (expected,) = alone.run(changed_later)
-    assert "extra.weight" in expected
-    for found in ranks3.run(changed_later):
-        assert_same(found, expected)
 
 
 @raises_on_ranks(2, "threads")
@@ -313,8 +294,9 @@ def test_ranks_with_different_numbers_of_threads_are_refused(rank: int, world_si
         torch.set_num_threads(1)
 
 
-def interrupted(rank: int, world_size: int) -> list[dict[str, str]]:
-    """Gradients of a plain loss and of a mean; after a backward that was cut short, those of the mean and the loss."""
+@on_ranks(2)
+def test_a_backward_that_is_cut_short_changes_nothing_after_it(rank: int, world_size: int) -> None:
+    """Gradients of a plain loss and of a mean are the same after it."""
     torch.manual_seed(0)
     model = Stack()
     trueshard.shard(model, exact=True)
@@ -325,18 +307,13 @@ def interrupted(rank: int, world_size: int) -> list[dict[str, str]]:
         model.zero_grad()
         return found
 
-    found = [gradients(summed_loss(model, 0, rank)[0])]
+    of_a_loss = gradients(summed_loss(model, 0, rank))
     mean = trueshard.token_mean(model, 3)
-    found.append(gradients(mean(summed_loss(model, 0, rank)[0])))
+    of_a_mean = gradients(mean(summed_loss(model, 0, rank)))
     handle = model.first.register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        mean(summed_loss(model, 1, rank)[0]).backward()
+        mean(summed_loss(model, 1, rank)).backward()
     handle.remove()
     model.zero_grad()
-    found.append(gradients(mean(summed_loss(model, 0, rank)[0])))
-    return [*found, gradients(summed_loss(model, 0, rank)[0])]
-
-
-def test_a_backward_that_is_cut_short_changes_nothing_after_it(ranks2: Ranks) -> None:
-    for plain, mean, mean_again, plain_again in ranks2.run(interrupted):
-        assert plain == plain_again != mean == mean_again
+    assert of_a_loss != of_a_mean == gradients(mean(summed_loss(model, 0, rank)))
+    assert gradients(summed_loss(model, 0, rank)) == of_a_loss

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import forks
 import trueshard
-from exactness import llama, summed_loss
+from exactness import dealt, llama, summed_loss, verified
 from optimizer_catalogue import entries
 from parity import Ranks
 from stepping import take_step
@@ -71,14 +68,14 @@ def train(
         if start:
             trueshard.load(saved, model=model, optimizer=optimizer)
         found: dict[str, Any] = {}
-        own = range(rank * MICROBATCHES // world_size, (rank + 1) * MICROBATCHES // world_size)
+        own = dealt(rank, world_size, MICROBATCHES)
         for step in range(start, STEPS):
             if saved and step == MIDDLE and not start:
                 trueshard.save(saved, model=model, optimizer=optimizer)
             mean = trueshard.token_mean(model, 2 * len(own))
             for number in own:
                 with trueshard.accumulate(model, last=number == own[-1]):
-                    mean(summed_loss(model, step, number)[0]).backward()
+                    mean(summed_loss(model, step, number)).backward()
             before = torch.get_rng_state()
             take_step(optimizer)
             found[f"drew outside {step}"] = not torch.equal(before, torch.get_rng_state())
@@ -130,9 +127,6 @@ def optimizers(model):
 def test_verify_holds_an_optimizer_that_draws(tmp_path: Path) -> None:
     file = tmp_path / "noisy.py"
     file.write_text(VERIFIED.format(langevin=inspect.getsource(Langevin)))
-    code = "import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact=True).to_json())"
-    found = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    report = json.loads(found.stdout)
+    report = verified(file, True)
     assert {point["name"]: point["status"] for point in report["points"] if point["status"] != "held"} == {}
     assert any("draws random numbers" in note for note in report["notes"])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import forks
 import trueshard
+from exactness import verified
 from messages import lacking
 from running import CONFIG, end, metrics, project, run, start
 from trueshard.verification.report import BITS
@@ -97,11 +95,7 @@ def make():
 def test_verify_names_the_first_tensor_step_and_bit_that_differ(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(VERIFIED)
-    # In a program of its own, whose processes are forks.
-    code = "import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact=True).to_json())"
-    found = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    report = json.loads(found.stdout)
+    report = verified(file, True)
     points = {point["name"]: point for point in report["points"]}
     assert not report["held"], report
     assert all(f"step {step}: " in points[BITS]["detail"] for step in range(1, 5))

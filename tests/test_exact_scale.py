@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 
 import exactness
-import forks
 import trueshard
 from messages import lacking, naming
 from parity import Ranks, assert_same
@@ -46,11 +43,11 @@ def gradients(rank: int, world_size: int, name: str, exact: Any, power: float) -
     torch.manual_seed(0)
     model = exactness.MODELS[name]()
     trueshard.shard(model, exact=exact)
-    own = range(rank * 6 // world_size, (rank + 1) * 6 // world_size)
+    own = exactness.dealt(rank, world_size, 6)
     mean = trueshard.token_mean(model, 8 * len(own))
     for number in own:
         with trueshard.accumulate(model, last=number == own[-1]):
-            mean(power * exactness.summed_loss(model, 0, number)[0]).backward()
+            mean(power * exactness.summed_loss(model, 0, number)).backward()
     found = {key: p.grad.full_tensor() / power for key, p in model.named_parameters() if p.grad is not None}
     runtime = runtime_of(model)
     assert runtime is not None
@@ -96,9 +93,9 @@ def test_gradients_that_lose_digits_are_told_of_with_the_exponent(alone: Ranks, 
 
 def too_large(rank: int, world_size: int, exponent: int) -> None:
     torch.manual_seed(0)
-    model = exactness.whole_ones()
+    model = exactness.MODELS["whole_ones"]()
     trueshard.shard(model, exact={"first.weight": exponent, "*": 0})
-    (1e6 * exactness.summed_loss(model, 0, rank)[0]).backward()
+    (1e6 * exactness.summed_loss(model, 0, rank)).backward()
 
 
 def test_a_gradient_beyond_the_range_is_told_the_exponent_that_holds_it(ranks2: Ranks) -> None:
@@ -127,7 +124,7 @@ def test_a_glob_that_matches_nothing_and_a_wrong_exponent_are_refused_by_name() 
             check_options(Options(exact=asked))
     plan = trueshard.Plan(exact={"*": -40, "first.wieght": -60})
     with pytest.raises(ValueError, match=naming("'first.wieght'")) as caught:
-        engine.resolve(Index(exactness.whole_ones()), plan, (2,))
+        engine.resolve(Index(exactness.MODELS["whole_ones"]()), plan, (2,))
     assert lacking(str(caught.value), "Did you mean 'first.weight'") == []
 
 
@@ -187,11 +184,7 @@ def make():
 def test_verify_says_which_exponents_keep_the_digits(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(SMALL_GRADIENTS)
-    # In a program of its own, whose processes are forks.
-    code = "import sys, trueshard; print(trueshard.verify(sys.argv[1], nproc=2, exact={'2.*': -62}).to_json())"
-    found = forks.run([sys.executable, "-c", code, f"{file}:make"], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    report = json.loads(found.stdout)
+    report = exactness.verified(file, {"2.*": -62})
     assert report["held"], report
     (bits,) = [point["detail"] for point in report["points"] if point["name"] == BITS]
     assert all(f"step {step}: " in bits for step in range(1, 5))

@@ -65,8 +65,15 @@ def outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     return _torch.tensors_in(model(batch["x"]) if "x" in batch else model(**batch))
 
 
-def compare(rank: int, world_size: int, name: str, words: dict[str, Any], steps: int = 2, without: bool = True) -> None:
+def compare(
+    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], steps: int = 2, without: bool = True
+) -> None:
     """Train with a copy beside the model, which computes the same bits; and `without` one, of which it changes none."""
+    for name, words in cases:
+        compare_one(rank, world_size, name, words, steps, without)
+
+
+def compare_one(rank: int, world_size: int, name: str, words: dict[str, Any], steps: int, without: bool) -> None:
     model, optimizer = sharded(name, words)
     alike, other = sharded(name, words) if without else (None, None)
     batch = CASES.get(name, CASES["llama"]).batch(4, 7)
@@ -105,20 +112,13 @@ def compare(rank: int, world_size: int, name: str, words: dict[str, Any], steps:
             assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
 
 
-def compare_all(
-    rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]], steps: int = 2, without: bool = True
-) -> None:
-    for name, words in cases:
-        compare(rank, world_size, name, words, steps, without)
-
-
 BF16 = {"mixed_precision": "bf16"}
 FLOAT16_OUT = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float16)}
 
 
 def test_a_copy_computes_the_same_bits_and_changes_none(ranks2: Ranks) -> None:
     cases = [("tied_language_model", BF16), ("scalar_blocks", {}), ("mlp", FLOAT16_OUT)]
-    ranks2.run(compare_all, [*cases, ("lora", {}), ("quantised", BF16)], 3)  # so that it is updated a second time
+    ranks2.run(compare, [*cases, ("lora", {}), ("quantised", BF16)], 3)  # so that it is updated a second time
 
 
 @pytest.mark.rest
@@ -128,7 +128,7 @@ def test_every_model_is_copied(kind: str, ranks2: Ranks, ranks3: Ranks) -> None:
     names = [name for name, case in CASES.items() if case.kind == kind and name not in UNEQUAL]
     # Each in one of both: what is cast does not follow from the architecture.
     (ranks3 if kind == "handmade" else ranks2).run(
-        compare_all, [(name, ({}, BF16)[number % 2]) for number, name in enumerate(names)], 2, False, timeout=300
+        compare, [(name, ({}, BF16)[number % 2]) for number, name in enumerate(names)], 2, False, timeout=300
     )
 
 
@@ -157,7 +157,7 @@ def test_every_way_to_shard_is_undone_in_the_copy(words: dict[str, Any], ranks2:
     # Every model meets both dtypes, and every way does.
     dtypes = [{}, BF16] if len(words) % 2 else [BF16, {}]
     ranks = ranks2 if {"compile", "wrapped"} & words.keys() else ranks4  # each rank compiles
-    ranks.run(compare_all, [(name, words | dtypes[number % 2]) for number, name in enumerate(names)], timeout=250)
+    ranks.run(compare, [(name, words | dtypes[number % 2]) for number, name in enumerate(names)], timeout=250)
 
 
 @on_ranks(2)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
-from cases import as_on_one_device
-from gathering import whole
+from cases import as_on_one_device, on_ranks
+from gathering import parameters
+from handmade_training import batch, prepared
 from messages import lacking
 from models.handmade import Stack
-from parity import Ranks
-from stepping import shard_over, take_step
+from stepping import take_step
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.methods import methods_that_compute
 
@@ -88,21 +88,18 @@ def test_without_its_source_in_place_operations_count(body: str, computes: bool)
 
 @as_on_one_device()
 def test_methods_are_those_of_one_process(rank: int, world_size: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer, reshard_after_forward="always")
+    model, optimizer = prepared(world_size, Model, reshard_after_forward="always")
     report: dict[str, Any] = {}
     for seed in range(2):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        x = batch(seed, rank, world_size)
         for name in COMPUTE:
             out = getattr(model, name)({"data": x} if name == "data_of" else x)
             out.pow(2).mean().backward()
         take_step(optimizer)
-        report[f"trained {seed}"] = whole(dict(model.named_parameters()))
+        report[f"trained {seed}"] = parameters(model)
     for name, arguments in (("reset", ()), ("halve", ()), ("shift", ()), ("follow", (0.9,))):
         getattr(model, name)(*arguments)
-        report[name] = whole(dict(model.named_parameters()))
+        report[name] = parameters(model)
     return report
 
 
@@ -111,7 +108,8 @@ class Stray(Stack):
         return super().forward(x) * self.first.weight.mean() if self.training else super().forward(x)
 
 
-def stray(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_parameter_read_outside_its_forward_changes_the_plan_and_is_said_once(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Stray()
     trueshard.shard(model, units="Linear", reshard_after_forward="always")
@@ -122,11 +120,6 @@ def stray(rank: int, world_size: int) -> Any:
             model.train(training)(torch.ones(2, 8)).sum().backward()
         words.append([str(each.message) for each in caught if "unit 'first' is read outside" in str(each.message)])
         policies.append(sharded(model).plan.unit("first").reshard_after_forward)
-    return policies, words
-
-
-def test_a_parameter_read_outside_its_forward_changes_the_plan_and_is_said_once(ranks2: Ranks) -> None:
-    for policies, words in ranks2.run(stray):
-        assert policies == [True, False, False]
-        assert [len(each) for each in words] == [0, 1, 0]
-        assert lacking(words[1][0], "'first'", "reshard_after_forward") == []
+    assert policies == [True, False, False]
+    assert [len(each) for each in words] == [0, 1, 0]
+    assert lacking(words[1][0], "'first'", "reshard_after_forward") == []

@@ -1,4 +1,4 @@
-"""The catalogue holds what parity tests assume of it: deterministic builds, and losses that are means over samples."""
+"""The catalogue has every family and every property; that its models train is held in ``test_architectures.py``."""
 
 from __future__ import annotations
 
@@ -8,49 +8,6 @@ from torch import nn
 
 from messages import naming
 from models import ARCHITECTURES, CASES, LAZY, rows
-from resting import all_but
-
-SAMPLES = 6
-
-
-SOME = list(CASES)[::6]
-
-
-@pytest.mark.parametrize("name", all_but(SOME, CASES))
-def test_loss_is_a_mean_over_slices_and_reaches_the_parameters(name: str) -> None:
-    case = CASES[name]
-    model, batch = case.build(0), case.batch(SAMPLES, 0)
-    whole = case.loss(model, batch)
-    whole.backward()
-    assert whole.isfinite()
-    trainable = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    assert [key for key in trainable if not case.reaches(key)] == [
-        key for key, p in trainable.items() if p.grad is None
-    ]
-    assert not [key for key, p in trainable.items() if p.grad is not None and not p.grad.any()], (
-        "gradients are all zero"
-    )
-    for parts in (2, 3):
-        with torch.no_grad():
-            mean = sum(case.loss(model, rows(batch, part, parts)) for part in range(parts)) / parts
-        assert mean == pytest.approx(whole.item(), rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", all_but(SOME, CASES))
-def test_the_same_seed_gives_the_same_model_and_batch(name: str) -> None:
-    case = CASES[name]
-    before = torch.get_rng_state()
-    first, second, other = case.build(3), case.build(3), case.build(4)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same(dict(first.state_dict()), dict(second.state_dict()))
-    assert not same(dict(first.state_dict()), dict(other.state_dict()))
-    assert same(case.batch(SAMPLES, 5), case.batch(SAMPLES, 5))
-    assert not same(case.batch(SAMPLES, 5), case.batch(SAMPLES, 6))
-    assert first.training
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_every_family_of_architectures_is_there() -> None:

@@ -21,8 +21,9 @@ from torch.optim import optimizer as optimizer_module
 
 import trueshard
 from cases import as_on_one_device, on_ranks
+from handmade_training import batch
 from models.handmade import Scalar
-from stepping import take_step
+from stepping import accumulate, take_step
 from trueshard.model import registry
 from trueshard.sharding.process_patches import PATCHES
 
@@ -36,10 +37,6 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def rows_of(rank: int, world_size: int, seed: int) -> torch.Tensor:
-    return torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
-
-
 @as_on_one_device()
 def test_models_that_take_turns_train_as_on_one_device(rank: int, world_size: int) -> Any:
     """An actor that accumulates while a critic steps, is read by it, and is copied to a teacher in between."""
@@ -48,10 +45,10 @@ def test_models_that_take_turns_train_as_on_one_device(rank: int, world_size: in
         trueshard.shard(actor, actors)
         trueshard.shard(critic, critics)
     for step in range(2):
-        rows = rows_of(rank, world_size, step)
+        rows = batch(step, rank, world_size, 12)
         teacher = copy.deepcopy(actor)
         for last in (False, True):
-            with trueshard.accumulate(actor, last=last) if world_size > 1 else torch.enable_grad():
+            with accumulate(actor, last):
                 with torch.no_grad():
                     aim = teacher(rows)
                 (critic(actor(rows).repeat(1, 3)[:, :8]).mean() + (actor(rows) - aim).pow(2).mean()).backward()
@@ -83,8 +80,8 @@ def test_models_in_threads_train_as_on_one_device(rank: int, world_size: int) ->
         norms = []
         for step in range(4):
             for last in (False, True):
-                with trueshard.accumulate(model, last=last) if world_size > 1 else torch.enable_grad():
-                    model(rows_of(rank, world_size, 10 * number + step)).pow(2).mean().backward()
+                with accumulate(model, last):
+                    model(batch(10 * number + step, rank, world_size, 12)).pow(2).mean().backward()
             take_step(optimizer)
             norms.append(torch.tensor([model.last.weight.norm().item()]))
         results[number] = norms, dict(model.named_parameters())
@@ -130,7 +127,7 @@ def test_patches_are_undone_with_the_last_model(rank: int, world_size: int) -> N
     assert len(during) >= len(before)
     for name in ("DTensor.__add__", "Optimizer.zero_grad", "DDP", "engine", "functional_call", "step hooks", "jvp"):
         assert during[name] != before[name], name
-    first(rows_of(rank, world_size, 0)).pow(2).mean().backward()
+    first(batch(0, rank, world_size, 12)).pow(2).mean().backward()
     optimizer.step()
     weak = weakref.ref(first)
     del first, optimizer

@@ -14,6 +14,7 @@ from cases import on_ranks
 from gathering import whole
 from models.handmade import Stack, TiedLanguageModel
 from parity import Ranks
+from stepping import take_step
 
 WRAPPINGS = ["lora", "compiled whole", "compiled in place", "compiled block", "recomputed block"]
 """LoRA comes first; after it the order makes a difference to the two that wrap the same block alone."""
@@ -127,11 +128,6 @@ def test_inductor_compiles_the_blocks_in_place(rank: int, world_size: int) -> No
     """Without vector instructions: to find out which there are, inductor compiles a program for each."""
     from torch._inductor import config
 
-    with config.patch({"cpp.vec_isa_ok": False}):
-        train_compiled(rank, world_size)
-
-
-def train_compiled(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Stack(depth=2)
     torch.manual_seed(0)
@@ -140,44 +136,37 @@ def train_compiled(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trueshard.shard(model, optimizer, compile=True)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(2):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        for each, steps in ((model, optimizer), (reference, expected)):
-            each(x).pow(2).mean().backward()
-            steps.step()
-            steps.zero_grad()
+    with config.patch({"cpp.vec_isa_ok": False}):
+        for step, (each, made) in itertools.product(range(2), ((model, optimizer), (reference, expected))):
+            each(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
+            take_step(made)
     assert list(model.state_dict()) == names
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
-def counted(rank: int, world_size: int, depth: int) -> list[int]:
-    """Graphs that were compiled after the first step, after three, with an evaluation, and after two steps more."""
+@pytest.mark.rest
+@on_ranks(2)
+def test_blocks_alike_are_compiled_once_however_many_there_are(rank: int, world_size: int) -> None:
+    """And once more for passes without gradients: graphs after a step, after three, with an evaluation, after five."""
     from torch._dynamo.testing import CompileCounter
 
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    torch.manual_seed(0)
-    model = Stack(depth)
-    for block in model.blocks:
-        block.compile(backend=counter)
-    optimizer = torch.optim.AdamW(model.parameters())
-    trueshard.shard(model, optimizer)
-    counts = []
-    for steps in (1, 2, 0, 2):
-        for _ in range(steps):
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if not steps:
-            with torch.no_grad():
-                model(torch.ones(4, 8))
-        counts.append(counter.frame_count)
-    return counts
-
-
-@pytest.mark.rest
-def test_blocks_alike_are_compiled_once_however_many_there_are(ranks2: Ranks) -> None:
-    """And once more for passes without gradients."""
     for depth in (2, 12):
-        assert ranks2.run(counted, depth) == [[1, 1, 2, 2]] * 2
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        torch.manual_seed(0)
+        model = Stack(depth)
+        for block in model.blocks:
+            block.compile(backend=counter)
+        optimizer = torch.optim.AdamW(model.parameters())
+        trueshard.shard(model, optimizer)
+        counts = []
+        for steps in (1, 2, 0, 2):
+            for _ in range(steps):
+                model(torch.ones(4, 8)).pow(2).mean().backward()
+                take_step(optimizer)
+            if not steps:
+                with torch.no_grad():
+                    model(torch.ones(4, 8))
+            counts.append(counter.frame_count)
+        assert counts == [1, 1, 2, 2]

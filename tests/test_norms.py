@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
 from cases import on_ranks
-from gathering import whole
+from gathering import parameters, whole
 from messages import naming
 from models.handmade import Scalar, Sometimes, Stack, TiedBlocks, Tiny
 from parity import Pool, Ranks, assert_same
@@ -56,11 +56,11 @@ def measured(rank: int, world_size: int, build: Callable[[], nn.Module], kind: s
     for seed in range(2):
         x = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
         model(x).pow(2).mean().backward()
-        before = whole(dict(model.named_parameters()))
+        before = parameters(model)
         grads = whole({n: p.grad for n, p in model.named_parameters()})
         with trueshard.measure_norms(model) as norms:
             optimizer.step()
-        after = whole(dict(model.named_parameters()))
+        after = parameters(model)
         for name in after:
             grad, new = grads[name], after[name].double()
             expected = {

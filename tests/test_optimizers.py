@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import trueshard
-from cases import raises_on_ranks
-from gathering import whole
+from cases import as_on_one_device, raises_on_ranks
+from gathering import parameters
+from handmade_training import batch
 from messages import naming
 from models.handmade import Scalar, Stack
 from parity import Ranks
@@ -19,9 +20,7 @@ from stepping import same, shard_over, take_step
 
 
 def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, world_size: int, seed: int) -> None:
-    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
-    mine = x.chunk(world_size)[rank]
-    model(mine).pow(2).mean().backward()
+    model(batch(seed, rank, world_size)).pow(2).mean().backward()
     for optimizer in optimizers:
         take_step(optimizer)
 
@@ -74,7 +73,8 @@ def test_explicit_paths_work_with_replicated_parameters(kind: str, path: str, al
     same(prior, alone, [ranks3], kind, options, Scalar, atol=1e-5)
 
 
-def several(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device(atol=1e-5)
+def test_several_optimizers_over_subsets_keep_their_groups(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Stack()
     names = {id(p): n for n, p in model.named_parameters()}
@@ -99,11 +99,7 @@ def several(rank: int, world_size: int) -> dict[str, Any]:
     second.add_param_group({"params": list(model.last.parameters()), "lr": 0.05})
     for seed in range(3):
         step(model, [first, second], rank, world_size, seed)
-    return whole(dict(model.named_parameters()))
-
-
-def test_several_optimizers_over_subsets_keep_their_groups(alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
-    same(several, alone, [ranks2, ranks3], atol=1e-5)
+    return parameters(model)
 
 
 @raises_on_ranks(2, naming("'weight'", "(3, 8)", "not a parameter"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch.distributed.tensor import DTensor
 import trueshard
 from cases import as_on_one_device
 from messages import naming
-from parity import Pool, Ranks, assert_same
+from parity import Ranks, assert_same
 from resting import all_but
-from stepping import WHOLE, Mixed, Whole, build, loss_of, parameters, same, shard_over, train
+from stepping import WHOLE, ByParameter, Mixed, Whole, build, loss_of, parameters, shard_over, train
 from traffic import Traffic
 from trueshard.optim import owners as owner
 from trueshard.optim.owners import assign, update_cost
@@ -34,7 +33,18 @@ def batches_of(size: int) -> Iterator[None]:
         owner.BATCH_BYTES = before
 
 
-def trained(rank: int, world_size: int, batch_bytes: int, mesh: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("count", "batch_bytes", "mesh"),
+    all_but(
+        [(2, 32 << 20, False)],
+        [(2, 32 << 20, False), (3, 32 << 20, False), (3, 150, False), (4, 300, True)],
+        unpack=True,
+    ),
+)
+@as_on_one_device("count")
+def test_owners_update_as_one_process_in_one_batch_or_several_and_on_two_mesh_dimensions(
+    rank: int, world_size: int, batch_bytes: int, mesh: bool
+) -> dict[str, Any]:
     """Each kind for five steps, `aside` without gradients in odd ones; the counters of every group."""
     found = {}
     for name, make in WHOLE.items():
@@ -49,20 +59,6 @@ def trained(rank: int, world_size: int, batch_bytes: int, mesh: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("count", "batch_bytes", "mesh"),
-    all_but(
-        [(2, 32 << 20, False)],
-        [(2, 32 << 20, False), (3, 32 << 20, False), (3, 150, False), (4, 300, True)],
-        unpack=True,
-    ),
-)
-def test_owners_update_as_one_process_in_one_batch_or_several_and_on_two_mesh_dimensions(
-    count: int, batch_bytes: int, mesh: bool, alone: Ranks, pool: Pool
-) -> None:
-    same(trained, alone, [Ranks(count, pool)], batch_bytes, mesh)
-
-
 class Few(nn.Module):
     """Fewer parameters than ranks, each with fewer rows than ranks."""
 
@@ -74,7 +70,9 @@ class Few(nn.Module):
         return self.only(x)
 
 
-def few(rank: int, world_size: int) -> dict[str, Any]:
+@pytest.mark.parametrize("count", [3, 4])
+@as_on_one_device("count")
+def test_more_ranks_than_parameters_and_rows(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
     for name in ("Muon", "Adafactor", "Whole"):
         torch.manual_seed(0)
@@ -86,12 +84,9 @@ def few(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_more_ranks_than_parameters_and_rows(alone: Ranks, ranks3: Ranks, ranks4: Ranks) -> None:
-    same(few, alone, [ranks3, ranks4])
-
-
+@as_on_one_device(2)
 @batches_of(150)
-def closures(rank: int, world_size: int) -> Any:
+def test_a_closure_is_called_once_however_many_batches(rank: int, world_size: int) -> Any:
     found = {}
     for name, make in WHOLE.items():
         if name == "Mixed":
@@ -113,10 +108,6 @@ def closures(rank: int, world_size: int) -> Any:
                 assert each.step(closure) is calls[-1]
         found[name] = len(calls), parameters(model)
     return found
-
-
-def test_a_closure_is_called_once_however_many_batches(alone: Ranks, ranks2: Ranks) -> None:
-    same(closures, alone, [ranks2])
 
 
 # Memory and state
@@ -164,40 +155,19 @@ def test_state_lives_once_over_all_ranks(alone: Ranks, sizes: list[Ranks]) -> No
             assert max(held) == total / ranks.count, name
 
 
-def state_dicts(rank: int, world_size: int, source: str) -> Any:
-    """Goes on from a state dict of its own rank, or from the whole one of one process."""
-    found = {}
-    for name, make in WHOLE.items():
-        model = build()
-        optimizers = make(model)
-        if source == "one process":
-            train(model, optimizers, 0, 1, [0, 2])
-        elif world_size > 1:
-            trueshard.shard(model, *optimizers)
-        if source != "one process":
-            train(model, optimizers, rank, world_size, [0, 2])
-        saved = [copy.deepcopy(each.state_dict()) for each in optimizers]
-        weights = parameters(model)
-        model = build()
-        model.load_state_dict(weights)
-        optimizers = make(model)
-        shard_over(world_size, model, *optimizers)
-        for each, state in zip(optimizers, saved, strict=True):
-            each.load_state_dict(state)
-        train(model, optimizers, rank, world_size, [4, 5, 6])
-        found[name] = parameters(model)
-    return found
-
-
-@pytest.mark.parametrize(("source", "count"), [pytest.param("itself", 3, marks=pytest.mark.rest), ("one process", 2)])
-def test_state_dicts(source: str, count: int, alone: Ranks, pool: Pool) -> None:
-    same(state_dicts, alone, [Ranks(count, pool)], source)
-
-
 # Weights that others write
 
 
-def written(rank: int, world_size: int, how: str) -> Any:
+@pytest.mark.parametrize(
+    ("how", "count"),
+    all_but(
+        [("mul_", 2), ("one rank", 2)],
+        [("mul_", 2), ("one rank", 2), ("data", 2), ("swap", 3), ("load", 3)],
+        unpack=True,
+    ),
+)
+@as_on_one_device("count")
+def test_weights_written_between_steps_reach_the_owner(rank: int, world_size: int, how: str) -> Any:
     """Weights change between steps behind the optimizer's back."""
     found = {}
     for name in ("Muon", "Adafactor", "Whole"):
@@ -227,18 +197,6 @@ def written(rank: int, world_size: int, how: str) -> Any:
         train(model, optimizers, rank, world_size, [4, 6])
         found[name] = parameters(model)
     return found
-
-
-@pytest.mark.parametrize(
-    ("how", "count"),
-    all_but(
-        [("mul_", 2), ("one rank", 2)],
-        [("mul_", 2), ("one rank", 2), ("data", 2), ("swap", 3), ("load", 3)],
-        unpack=True,
-    ),
-)
-def test_weights_written_between_steps_reach_the_owner(how: str, count: int, alone: Ranks, pool: Pool) -> None:
-    same(written, alone, [Ranks(count, pool)], how)
 
 
 # Groups that change
@@ -279,20 +237,15 @@ class ByPlace(torch.optim.Optimizer):
                     p.sub_(rate * p.grad / (p.grad.norm() + 0.1))
 
 
-class Careless(torch.optim.Optimizer):
+class Careless(ByParameter):
     """Whole-tensor; makes state for every parameter, with a gradient or without."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def prepare(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                if p.grad is not None:
-                    p.sub_(group["lr"] / state["step"] * p.grad / (p.grad.norm() + 0.1))
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        p.sub_(2 * group["lr"] / state["step"] * p.grad / (p.grad.norm() + 0.1))
 
 
 @batches_of(150)  # some ranks have nothing in some batches

@@ -41,32 +41,16 @@ def total(rank: int, world_size: int, start: float) -> dict[str, Any]:
     return {"total": value, "world": (world_size, dist.get_world_size()), "pid": os.getpid()}
 
 
-def rank_one_raises(rank: int, world_size: int) -> None:
-    if rank == 1:
+def rank_one_ends(rank: int, world_size: int, how: str) -> None:
+    print(f"rank {rank} was here", flush=True)
+    if rank == 1 and how == "raises":
         raise ValueError(f"no luck on rank {rank}")
-    dist.barrier()
-
-
-def rank_one_leaves(rank: int, world_size: int) -> None:
-    print(f"rank {rank} was here")
-    if rank == 1:
+    if rank == 1 and how == "leaves":
         os._exit(1)
-    wait_for_all()
-
-
-def rank_one_is_killed(rank: int, world_size: int) -> None:
-    if rank == 1:
+    if rank == 1 and how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    wait_for_all()
-
-
-def rank_one_hangs(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(600)
-    wait_for_all()
-
-
-def wait_for_all() -> None:
     dist.barrier()
 
 
@@ -122,30 +106,27 @@ def test_each_run_starts_from_a_clean_state(own: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "says", "limit"),
+    ("how", "says", "limit"),
     [
-        (rank_one_raises, "ValueError: no luck on rank 1", 6.0),
-        (rank_one_leaves, "rank 1 died with exit code 1", 6.0),
-        (rank_one_is_killed, "rank 1 died with signal SIGKILL", 6.0),
-        (rank_one_hangs, "rank 1 did not end", 2.0),
+        ("raises", "ValueError: no luck on rank 1", 6.0),
+        ("leaves", "rank 1 died with exit code 1", 6.0),
+        ("is killed", "rank 1 died with signal SIGKILL", 6.0),
+        ("hangs", "rank 1 did not end", 2.0),
     ],
 )
-def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, function: Any, says: str, limit: float) -> None:
+def test_a_failure_shows_every_rank_and_the_pool_goes_on(own: Pool, how: str, says: str, limit: float) -> None:
+    """And what they printed."""
     ranks = Ranks(3, own)
     ranks.run(total, 0.0)
     with pytest.raises(RankFailure) as failure:
-        ranks.run(function, timeout=limit)
+        ranks.run(rank_one_ends, how, timeout=limit)
     message = str(failure.value)
     assert says in message
     for rank in (0, 1, 2):
         part = message.split(f"---- rank {rank} ")[1].split("---- rank")[0]
-        assert function.__name__ in part or "died" in part, message
+        assert "rank_one_ends" in part or "died" in part, message
+    assert "rank 2 printed\nrank 2 was here" in message
     ranks.run(total, 0.0)
-
-
-def test_what_the_ranks_printed_is_in_the_failure(own: Pool) -> None:
-    with pytest.raises(RankFailure, match="rank 2 printed\nrank 2 was here"):
-        Ranks(3, own).run(rank_one_leaves, timeout=6.0)
 
 
 def test_raises_wants_every_rank_to_raise(own: Pool) -> None:

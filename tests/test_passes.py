@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import forks
 import trueshard
 from cases import as_on_one_device, on_ranks, raises_on_ranks
-from gathering import whole
-from handmade_training import Report, batch, ids, parameters, take_steps
+from gathering import gradients, parameters
+from handmade_training import Report, batch, ids, prepared
 from messages import naming
 from meter import gloo_lets_go, meter, peak_and_rest
 from models import CASES
 from models.handmade import Block, Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from resting import all_but
-from stepping import shard_over, take_step
-from training import train
+from stepping import accumulate, shard_over, take_step
+from training import train, train_many
 from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.sharding.hooks import runtime_of
@@ -40,20 +41,14 @@ def trained(
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if world_size > 1:
-        mesh = words.pop("mesh", None)
-        if mesh is not None:
-            words["mesh"] = torch.distributed.init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-        trueshard.shard(model, optimizer, **words)
+        shape = words.get("mesh")
+        mesh = shape and torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        trueshard.shard(model, optimizer, **words | {"mesh": mesh})
     for seed in range(3):
         for part in range(2):
-            last = part == 1
-            if world_size > 1:
-                with trueshard.accumulate(model, last=last):
-                    model(batch(2 * seed + part, rank, world_size, samples)).pow(2).mean().backward()
-                if not last:
-                    assert all(p.grad is None for p in model.parameters() if hasattr(p, "to_local"))
-            else:
+            with accumulate(model, last=part == 1):
                 model(batch(2 * seed + part, rank, world_size, samples)).pow(2).mean().backward()
+            assert part or all(p.grad is None for p in model.parameters() if isinstance(p, DTensor))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         take_step(optimizer)
     return parameters(model)
@@ -75,10 +70,9 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", all_but(WORDS[::2], WORDS), ids=str)
-def test_every_word_trains_alike(words: dict[str, Any], alone: Ranks, ranks3: Ranks) -> None:
-    (expected,) = alone.run(trained, {})
-    for found in ranks3.run(trained, words):
-        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+@as_on_one_device(3)
+def test_every_word_trains_alike(rank: int, world_size: int, words: dict[str, Any]) -> Report:
+    return trained(rank, world_size, words)
 
 
 class Odd(Stack):
@@ -97,12 +91,11 @@ MESHES: list[dict[str, Any]] = [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, 
         [*zip(MESHES, [Odd, Scalar, Odd], strict=True)], itertools.product(MESHES, [Stack, Scalar, Odd]), unpack=True
     ),
 )
+@as_on_one_device(4)
 def test_meshes_and_node_sizes_train_alike(
-    words: dict[str, Any], build: Callable[[], nn.Module], alone: Ranks, ranks4: Ranks
-) -> None:
-    (expected,) = alone.run(trained, {}, build, 8)
-    for found in ranks4.run(trained, words, build, 8):
-        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+    rank: int, world_size: int, words: dict[str, Any], build: Callable[[], nn.Module]
+) -> Report:
+    return trained(rank, world_size, words, build, 8)
 
 
 class Dropout(Stack):
@@ -122,7 +115,7 @@ def dropout(rank: int, world_size: int, mode: str) -> Report:
     trueshard.shard(model, activation_checkpointing=mode)
     torch.manual_seed(7 + rank)
     model(batch(0, rank, world_size)).pow(2).mean().backward()
-    return whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return gradients(model)
 
 
 def test_recomputation_repeats_its_dropout(ranks2: Ranks) -> None:
@@ -176,10 +169,7 @@ def test_of_a_recomputed_block_its_input_alone_is_kept(ranks2: Ranks) -> None:
 @as_on_one_device(atol=1e-5)
 def test_policy_and_evaluation_between_steps(rank: int, world_size: int) -> Report:
     """Policies, evaluation and sampling between steps, also between backward and step."""
-    torch.manual_seed(0)
-    model = Methods()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer)
+    model, optimizer = prepared(world_size, Methods)
     report: Report = {}
     policies: list[Any] = ["never", "always", {"layers.*": "never"}, "last_layer", world_size, 1, "default"]
     for seed, policy in enumerate(policies):
@@ -302,10 +292,7 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
 
 @as_on_one_device(atol=1e-5)
 def test_the_step_after_a_caught_exception_is_right(rank: int, world_size: int) -> Report:
-    torch.manual_seed(0)
-    model = Fragile()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer)
+    model, optimizer = prepared(world_size, Fragile)
     for seed, where in enumerate(["", "forward", "", "backward", "backward", "forward", ""]):
         model.fail = where
         try:
@@ -339,8 +326,7 @@ def test_a_rank_that_fails_ends_the_others_with_an_error(where: str, ranks3: Ran
     assert "rank 2 died with exit code 4" in str(failure.value)
 
 
-def notebook(rank: int, world_size: int) -> Report:
-    """No launcher, no process group: the same lines work."""
+def without_a_launcher(rank: int, world_size: int) -> Report:
     report: Report = {}
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -358,7 +344,7 @@ def notebook(rank: int, world_size: int) -> Report:
 
 
 def test_one_process_without_a_launcher(alone: Ranks) -> None:
-    (report,) = alone.run(notebook, group=False)
+    (report,) = alone.run(without_a_launcher, group=False)
     assert_same(report["True"], report["False"], rtol=1e-6, atol=1e-7)
 
 
@@ -398,27 +384,6 @@ def test_a_script_ends_by_itself(launcher: list[str], tmp_path: Path) -> None:
     assert "destroy_process_group" not in done.stderr
 
 
-@as_on_one_device(2, atol=1e-05)
-def test_a_model_on_the_meta_device_is_filled_later(rank: int, world_size: int) -> Report:
-    torch.manual_seed(0)
-    source = Stack()
-    with torch.device("meta"):
-        model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if world_size == 1:
-        model = source
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        trueshard.shard(source)
-        trueshard.shard(model)
-        assert all(p.is_meta for p in model.parameters())
-        model.to_empty(device="cpu")
-        model.load_state_dict(source.state_dict())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    take_steps(model, optimizer, rank, world_size, 2)
-    return parameters(model)
-
-
 @on_ranks(3)
 def test_a_whole_state_dict_loads_into_a_sharded_model(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
@@ -438,10 +403,7 @@ def test_a_whole_state_dict_loads_into_a_sharded_model(rank: int, world_size: in
 
 @as_on_one_device(3, atol=1e-5)
 def test_a_model_may_change_dtype_between_steps(rank: int, world_size: int) -> Report:
-    torch.manual_seed(0)
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shard_over(world_size, model, optimizer)
+    model, optimizer = prepared(world_size, Scalar)
     for seed in range(3):
         if seed == 1:
             model.double()
@@ -449,33 +411,6 @@ def test_a_model_may_change_dtype_between_steps(rank: int, world_size: int) -> R
         model(x).pow(2).mean().backward()
         take_step(optimizer)
     return parameters(model)
-
-
-def saved(rank: int, world_size: int, folder: str) -> Report:
-    """Three ranks save after two steps; who loads goes on as if nothing had happened."""
-    torch.manual_seed(0 if world_size == 3 else 1)
-    model = Scalar()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
-    trueshard.shard(model, optimizer)
-    steps = range(2, 4)
-    if world_size == 3:
-        take_steps(model, optimizer, rank, world_size, 2)
-        trueshard.save(os.path.join(folder, "two"), model=model, optimizer=optimizer, extra={"step": 2, "rng": [1.5]})
-    else:
-        found = trueshard.load(os.path.join(folder, "two"), model=model, optimizer=optimizer)
-        assert found == {"extra": {"step": 2, "rng": [1.5]}}
-    for seed in steps:
-        model(batch(seed, rank, world_size)).pow(2).mean().backward()
-        take_step(optimizer)
-    return parameters(model)
-
-
-def test_a_checkpoint_loads_at_another_world_size(alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Any) -> None:
-    expected = ranks3.run(saved, str(tmp_path))[0]
-    for ranks in (alone, ranks2):
-        for found in ranks.run(saved, str(tmp_path)):
-            assert_same(found, expected, rtol=1e-5, atol=1e-6)
-    assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
 @pytest.mark.rest
@@ -486,9 +421,5 @@ def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks
     tolerance = (1e-4, 2e-5) if word == "always" else (5e-2, 2e-2)
     for name in ("llama", "t5", "gpt2", "vit", "lora"):
         (expected,) = alone.run(train, name)
-        for found in ranks2.run(_train_with, name, words):
-            assert_same(found["parameters"], expected["parameters"], rtol=tolerance[0], atol=tolerance[1])
-
-
-def _train_with(rank: int, world_size: int, name: str, words: dict[str, Any]) -> Report:
-    return train(rank, world_size, name, **words)
+        for found in ranks2.run(train_many, [name], words):
+            assert_same(found[name]["parameters"], expected["parameters"], rtol=tolerance[0], atol=tolerance[1])

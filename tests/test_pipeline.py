@@ -20,9 +20,9 @@ from transformers import GPT2LMHeadModel
 import trueshard
 from cases import on_ranks
 from checkpointing import scribble
-from gathering import whole
+from gathering import gradients, whole
 from messages import naming
-from parity import Ranks, assert_same
+from parity import Pool, Ranks, assert_same
 from resting import all_but
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pipeline.py"
@@ -72,7 +72,7 @@ def one_process(rank: int, world_size: int, path: str) -> Report:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         report[f"step {step}"] = {"loss": loss.item(), "norm": norm.item()}
-        report[f"gradients {step}"] = whole({n: p.grad for n, p in model.named_parameters()})
+        report[f"gradients {step}"] = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     trueshard.save(path, model=model, optimizer=optimizer)
@@ -120,10 +120,16 @@ def loaded(rank: int, world_size: int, path: str) -> Report:
     return state_of(model, optimizer)
 
 
-def assert_trains_as_one(alone: Ranks, ranks: Ranks, stages: int, schedule: str, folder: Path) -> None:
-    paths = [str(folder / name) for name in ("stages", "one")]
+SCHEDULES = [(4, 2, "1f1b"), (3, 3, "1f1b"), (4, 2, "gpipe")]
+
+
+@pytest.mark.parametrize(("count", "stages", "schedule"), all_but(SCHEDULES[:2], SCHEDULES, unpack=True))
+def test_stages_train_as_one_process(
+    count: int, stages: int, schedule: str, alone: Ranks, pool: Pool, tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / name) for name in ("stages", "one")]
     (expected,) = alone.run(one_process, paths[1])
-    every = ranks.run(pipelined, stages, schedule, *paths)
+    every = Ranks(count, pool).run(pipelined, stages, schedule, *paths)
     joined: dict[str, Any] = {}
     for found in every:
         for key, value in found.items():
@@ -147,18 +153,7 @@ def assert_trains_as_one(alone: Ranks, ranks: Ranks, stages: int, schedule: str,
     assert found["settings"] == expected["settings"]
     # Equal values give equal files, whoever writes them.
     for file in ("model.safetensors", "optimizer.safetensors", "config.json"):
-        assert (folder / "stages-of-one" / file).read_bytes() == (folder / "one" / file).read_bytes(), file
-
-
-@pytest.mark.parametrize("schedule", all_but(["1f1b"], ["gpipe", "1f1b"]))
-def test_two_stages_of_two_shards_train_as_one_process(
-    schedule: str, alone: Ranks, ranks4: Ranks, tmp_path: Path
-) -> None:
-    assert_trains_as_one(alone, ranks4, 2, schedule, tmp_path)
-
-
-def test_three_stages_of_one_rank_train_as_one_process(alone: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
-    assert_trains_as_one(alone, ranks3, 3, "1f1b", tmp_path)
+        assert (tmp_path / "stages-of-one" / file).read_bytes() == (tmp_path / "one" / file).read_bytes(), file
 
 
 class Layer(nn.Module):
@@ -320,7 +315,8 @@ def test_what_cannot_be_tied_is_refused_on_every_rank(rank: int, world_size: int
         trueshard.tie_over(stages, {"weight": weight})
 
 
-def refused_checkpoints(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_that_do_not_fit_the_stages_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = grid(2, world_size)
     model = staged(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
@@ -333,20 +329,16 @@ def refused_checkpoints(rank: int, world_size: int, folder: str) -> None:
     ]
     for arguments, words in refusals:
         with pytest.raises(ValueError, match=words):
-            trueshard.save(f"{folder}/refused", **arguments)
-    trueshard.save(f"{folder}/saved", **given, progress={"step": 3})
-    assert trueshard.load(f"{folder}/saved", **given)["progress"] == {"step": 3}
+            trueshard.save(tmp_path / "refused", **arguments)
+    trueshard.save(tmp_path / "saved", **given, progress={"step": 3})
+    assert trueshard.load(tmp_path / "saved", **given)["progress"] == {"step": 3}
     bias = model[1].inner.bias.full_tensor()
     del model[1]
     with pytest.raises(ValueError, match=naming("3.inner.bias", "does not have")):
-        trueshard.load(f"{folder}/saved", **given)
-    found = trueshard.load(f"{folder}/saved", **given, strict=False)
+        trueshard.load(tmp_path / "saved", **given)
+    found = trueshard.load(tmp_path / "saved", **given, strict=False)
     left_out = {f"{each}.{name}" for each in (1, 3) for name in ("scale", "inner.bias")} | {"1.inner.weight"}
     assert set(found.unexpected) == left_out, bias
-
-
-def test_checkpoints_that_do_not_fit_the_stages_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(refused_checkpoints, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 

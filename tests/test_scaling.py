@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import trueshard
 from cases import on_ranks
 from gathering import whole
-from models.handmade import Scalar
+from models.handmade import ScalarFirst
 from parity import Pool, Ranks, assert_same
 from resting import all_but
 
@@ -23,14 +23,6 @@ SCALE = 1024.0
 STEPS = 5
 BAD = (1, 3)
 """steps in which a gradient is not finite"""
-
-
-class ScalarFirst(Scalar):
-    """A list of all its parameters begins with one that every rank holds whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
 
 
 def on_one_shard(model: nn.Module, rank: int, world_size: int) -> None:

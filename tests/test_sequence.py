@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch import nn
 
 import trueshard
 from cases import on_ranks, raises_on_ranks
+from gathering import gradients
 from messages import naming
 from parity import Ranks
 from resting import all_but
-from tensor_models import SIZES, distance, llama, optimizers, train, whole
+from tensor_models import SIZES, distance, far_apart, in_float64, llama, optimizers, train
 from trueshard.model.names import Index
 from trueshard.model.regions import rows_of
 from trueshard.parallel.forward_trial import last_norm
@@ -25,28 +25,6 @@ EXACT = 1e-12
 REST = pytest.mark.rest
 SIX = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6}
 """heads that two and three ranks share, in which 11 tokens have unequal parts"""
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """Norms of transformers compute in float32 by themselves, and add their weights' gradients in it."""
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = 1 + self.weight if isinstance(self, GemmaRMSNorm) else self.weight
-        return scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    kinds: tuple[Any, ...] = (GemmaRMSNorm, LlamaRMSNorm, Qwen3RMSNorm)
-    before = [kind.forward for kind in kinds]
-    for kind in kinds:
-        kind.forward = forward
-    try:
-        yield
-    finally:
-        for kind, own in zip(kinds, before, strict=True):
-            kind.forward = own
 
 
 def _of(kind: str, **more: Any) -> nn.Module:
@@ -124,17 +102,26 @@ def test_the_last_norm_is_on_parts_and_trains_the_same(
 ) -> None:
     ranks = {2: ranks2, 3: ranks3, 4: ranks4}[count]
     for far in ranks.run(in_parts, name.removesuffix(", of two"), count if count < 4 else 2, words):
-        assert {what: value for what, value in far.items() if not value < EXACT} == {}
+        assert far_apart(far, EXACT) == {}
 
 
-def compiled(rank: int, world_size: int, mode: str, name: str) -> dict[str, Any]:
-    """Two lengths, with blocks that a compiler traces: distances, graphs, and where a graph was cut."""
+@pytest.mark.parametrize(
+    ("mode", "name", "backend"),
+    [
+        ("full", "llama", "eager"),
+        pytest.param("full", "llama", "aot_eager", marks=REST),
+        pytest.param("selective", "qwen3", "aot_eager", marks=REST),
+    ],
+)
+@on_ranks(2, timeout=300)
+def test_recomputed_blocks_are_compiled_whole(rank: int, world_size: int, mode: str, name: str, backend: str) -> None:
+    """Two lengths, with blocks that a compiler traces."""
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     with in_float64():
         plain, model = build(name), build(name)
         for each in (plain, model):
@@ -146,26 +133,18 @@ def compiled(rank: int, world_size: int, mode: str, name: str) -> dict[str, Any]
             ids = torch.arange(2 * length).view(2, length)
             for each in (plain, model):
                 each(input_ids=ids, labels=ids).loss.backward()
-        grads = [{n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)]
-    found = {"far": distance(*grads), "graphs": counter.frame_count, "cut": dict(counters["graph_break"])}
+        assert distance(gradients(model), gradients(plain)) < EXACT
+    assert counter.frame_count >= 2  # the first block, that splits sequences, and the others
+    assert dict(counters["graph_break"]) == {}
     torch._dynamo.reset()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("mode", "name"), all_but([("full", "llama")], [("full", "llama"), ("selective", "qwen3"), ("none", "llama")], True)
-)
-def test_recomputed_blocks_are_compiled_whole(mode: str, name: str, ranks2: Ranks) -> None:
-    for found in ranks2.run(compiled, mode, name, timeout=300):
-        assert found["far"] < EXACT
-        assert found["graphs"] >= 2  # the first block, that splits sequences, and the others
-        assert found["cut"] == {}
 
 
 # What a model returns of hidden states
 
 
-def hidden_states(rank: int, world_size: int, mode: str) -> dict[str, Any]:
+@pytest.mark.parametrize("mode", all_but(["full"], ["none", "full", "selective"]))
+@on_ranks(2)
+def test_hidden_states_that_are_asked_for_are_whole(rank: int, world_size: int, mode: str) -> None:
     """A loss that reads what the first block returns; of a model with a head and one without."""
     found: dict[str, Any] = {}
     with in_float64():
@@ -185,16 +164,10 @@ def hidden_states(rank: int, world_size: int, mode: str) -> dict[str, Any]:
                     (last.square().mean() + middle.square().mean()).backward()
                     kept = [last, *(out.hidden_states if asked else kept[1:])]
                 states.append({str(number): state.detach() for number, state in enumerate(kept)})
-                grads.append({n: whole(p.grad) for n, p in each.named_parameters()})
+                grads.append(gradients(each))
             found |= {f"{name} states": distance(*states), f"{name} grads": distance(*grads)}
             assert [tuple(each.shape[:2]) for each in states[0].values()] == [(2, 11)] * (4 if name == "head" else 1)
-    return found
-
-
-@pytest.mark.parametrize("mode", all_but(["full"], ["none", "full", "selective"]))
-def test_hidden_states_that_are_asked_for_are_whole(mode: str, ranks2: Ranks) -> None:
-    for found in ranks2.run(hidden_states, mode):
-        assert {what: far for what, far in found.items() if not far < EXACT} == {}
+    assert far_apart(found, EXACT) == {}
 
 
 # Which norm it is
@@ -224,7 +197,7 @@ class Pair(Block):
 
 
 class Model(nn.Module):
-    """Own blocks; what makes an output of them differs."""
+    """Own blocks; what makes an output of what they return differs."""
 
     kind = Block
 
@@ -235,13 +208,18 @@ class Model(nn.Module):
         self.norm, self.other = nn.LayerNorm(6), nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 13)
 
-
-class Plain(Model):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
         for block in self.blocks:
             x = block(x)
+        return self.output(x)
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x))
+
+
+class Plain(Model):
+    """The norm and the head follow the blocks."""
 
 
 class Tuples(Model):
@@ -270,36 +248,25 @@ class TuplesKept(Model):
         for block in self.blocks:
             outputs = block(x)
             x = outputs[0]
-        return self.head(self.norm(x)) + outputs[0].mean()
+        return self.output(x) + outputs[0].mean()
 
 
 class Residual(Model):
     """Adds what lies before the norm to what comes out of it."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        normed = self.norm(x)
-        return self.head(normed + x)
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x) + x)
 
 
 class Scaled(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        x = x * x.mean(1, keepdim=True)  # over tokens
-        return self.head(self.norm(x))
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return super().output(x * x.mean(1, keepdim=True))  # over tokens
 
 
 class Added(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
+    def output(self, x: torch.Tensor) -> torch.Tensor:
         x += 1
-        return self.head(self.norm(x))
+        return super().output(x)
 
 
 class Twice(Model):
@@ -309,7 +276,7 @@ class Twice(Model):
         x = self.norm(self.table(ids))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.output(x)
 
 
 class Kept(Model):
@@ -320,33 +287,21 @@ class Kept(Model):
         for block in self.blocks:
             x = block(x)
             every.append(x)
-        return self.head(self.norm(x))
+        return self.output(x)
 
 
 class Sometimes(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        if x.shape[1] > 1:
-            x = self.norm(x)
-        return self.head(x)
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x) if x.shape[1] > 1 else x)
 
 
 class OverBatch(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        x = self.other(x)
-        return self.head(x)
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.other(x))
 
 
 class Straight(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
+    def output(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(x)
 
 
@@ -355,10 +310,9 @@ class Again(Model):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
-        for _ in range(2):
-            for block in self.blocks:
-                x = block(x)
-        return self.head(self.norm(x))
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.output(x)
 
 
 class Leaves(Model):
@@ -368,7 +322,7 @@ class Leaves(Model):
             x = block(x)
             if x.shape[1] > 99:
                 break
-        return self.head(self.norm(x))
+        return self.output(x)
 
 
 FOUND = {Plain: "norm", Tuples: "norm", Kept: "norm", Leaves: "norm"}
@@ -389,9 +343,16 @@ def test_a_forward_that_was_replaced_is_tried_itself() -> None:
 STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
 
 
-def own_models(rank: int, world_size: int, kinds: tuple[type[nn.Module], ...], words: dict[str, Any]) -> dict[str, Any]:
+WHOLE = (*FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
+
+
+@pytest.mark.parametrize("words", all_but([FULL], [{}, FULL, SELECTIVE]))
+@on_ranks(3)
+def test_models_of_ones_own_train_the_same_with_and_without_it(
+    rank: int, world_size: int, words: dict[str, Any]
+) -> None:
     found = {}
-    for kind in kinds:
+    for kind in WHOLE:
         torch.manual_seed(0)
         plain = kind().double()
         model = copy.deepcopy(plain)
@@ -400,18 +361,8 @@ def own_models(rank: int, world_size: int, kinds: tuple[type[nn.Module], ...], w
             ids = torch.arange(2 * length).view(2, length) % 13
             for each in (model, plain):
                 each(ids).logsumexp(-1).square().mean().backward()
-        grads = [{n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
-        found[kind.__name__] = distance(*grads)
-    return found
-
-
-WHOLE = (*FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
-
-
-@pytest.mark.parametrize("words", all_but([FULL], [{}, FULL, SELECTIVE]))
-def test_models_of_ones_own_train_the_same_with_and_without_it(words: dict[str, Any], ranks3: Ranks) -> None:
-    for found in ranks3.run(own_models, WHOLE, words):
-        assert {name: far for name, far in found.items() if not far < EXACT} == {}
+        found[kind.__name__] = distance(gradients(model), gradients(plain))
+    assert far_apart(found, EXACT) == {}
 
 
 class Outside(nn.Module):
@@ -427,20 +378,16 @@ class Outside(nn.Module):
         return inner.lm_head(inner.model(ids).last_hidden_state + before) + inner.lm_head(inner.model.norm(before))
 
 
-def outside(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_a_norm_that_is_called_with_whole_sequences_too(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     plain = Outside().double()
     model = copy.deepcopy(plain)
-    plan = trueshard.shard(model, tensor={"ranks": 2, "sequence": True})
-    assert plan.sequence
+    assert trueshard.shard(model, tensor={"ranks": 2, "sequence": True}).sequence
     ids = torch.arange(22).view(2, 11)
     for each in (model, plain):
         each(ids).logsumexp(-1).square().mean().backward()
-    return distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
-
-
-def test_a_norm_that_is_called_with_whole_sequences_too(ranks2: Ranks) -> None:
-    assert max(ranks2.run(outside)) < EXACT
+    assert distance(gradients(model), gradients(plain)) < EXACT
 
 
 @on_ranks(2)
@@ -461,7 +408,9 @@ def test_of_one_sample_a_part_does_not_keep_the_whole(rank: int, world_size: int
     assert all(taken == memory for taken, memory in kept)
 
 
-def in_flight(rank: int, world_size: int, words: dict[str, Any]) -> float:
+@pytest.mark.parametrize("words", [{}, FULL])
+@on_ranks(3)
+def test_two_models_in_flight_do_not_see_each_other(rank: int, world_size: int, words: dict[str, Any]) -> None:
     """A student whose pass is interrupted by that of a teacher with other sequences, and their backwards in turn."""
 
     def trained(shard: bool) -> dict[str, torch.Tensor]:
@@ -477,30 +426,20 @@ def in_flight(rank: int, world_size: int, words: dict[str, Any]) -> float:
         hook.remove()
         for output in (*outputs, *answers):
             output.logsumexp(-1).square().mean().backward()
-        models = {"student": student, "teacher": teacher}
-        return {
-            f"{who} {n}": whole(p.grad)
-            for who, m in models.items()
-            for n, p in m.named_parameters()
-            if p.grad is not None
-        }
+        return gradients(nn.ModuleDict({"student": student, "teacher": teacher}))
 
-    return distance(trained(True), trained(False))
-
-
-@pytest.mark.parametrize("words", [{}, FULL])
-def test_two_models_in_flight_do_not_see_each_other(words: dict[str, Any], ranks3: Ranks) -> None:
-    assert max(ranks3.run(in_flight, words)) < EXACT
+    assert distance(trained(True), trained(False)) < EXACT
 
 
 class Short(Model):
     """Goes another way with long sequences than with those on which it is tried."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x if ids.shape[1] > 99 else self.norm(x))
+        self.is_long = ids.shape[1] > 99
+        return super().forward(ids)
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x if self.is_long else self.norm(x))
 
 
 @raises_on_ranks(2, naming("Short", "norm", "sequence"))

@@ -334,13 +334,13 @@ def test_an_exception_leaves_dtensors_and_the_next_step_works(rank: int, world_s
 # Dtypes, placement and policies: a twin takes the very same gradients
 
 
-def mixed_dtypes(model: nn.Module) -> None:
-    model.layers[0].to(torch.bfloat16)
-    model.last.to(torch.float64)
-
-
 class Casting(Uneven):
     """Layers of different storage dtypes in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].to(torch.bfloat16)
+        self.last.to(torch.float64)
 
     def forward(self, x: torch.Tensor, aside: bool = True) -> torch.Tensor:
         for module in (self.first, *self.layers, self.aside, self.last):
@@ -385,7 +385,6 @@ def twins(rank: int, world_size: int, names: list[str]) -> None:
         if name == "mixed storage":
             torch.manual_seed(0)
             model = Casting()
-            mixed_dtypes(model)
         optimizer, twin = make(list(model.named_parameters())), Twin(model, make)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if name == "HSDP" else None
         trueshard.shard(model, optimizer, mesh=mesh, **WORDS[name])
@@ -404,7 +403,6 @@ def twins(rank: int, world_size: int, names: list[str]) -> None:
 @raises_on_ranks(2, naming("Adafactor", "eps=(None", "dtypes"))
 def test_adafactors_eps_in_a_group_of_two_dtypes_is_refused(rank: int, world_size: int) -> None:
     model = Casting()
-    mixed_dtypes(model)
     trueshard.shard(model, torch.optim.Adafactor(model.parameters()))
 
 
@@ -493,9 +491,12 @@ class Recomputed(Uneven):
         return self.last(x + torch.tanh(self.aside(x)))
 
 
-def steps_on_end(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """How many objects and how many tensors there are after each of five steps, once four have made what is kept."""
-    results = []
+@on_ranks(2)
+def test_steps_leave_no_object_behind(rank: int, world_size: int) -> None:
+    """Neither those of torch's dispatch of a step, nor the graph of a recomputed layer; four steps make what is kept.
+
+    Python may make an object or two once, at any step; what a step leaves comes with each.
+    """
     gc.collect()
     gc.freeze()  # what was there before is neither counted nor looked through
     for reentrant in (None, True, False):
@@ -514,21 +515,10 @@ def steps_on_end(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
             objects = gc.get_objects()
             counts.append((len(objects), sum(isinstance(each, torch.Tensor) for each in objects)))
             del objects
-        results.append(counts[4:])
+        every, tensors = zip(*counts[4:], strict=True)
+        assert len(set(tensors)) == 1, counts
+        assert len(set(every)) <= 2, counts
     gc.unfreeze()
-    return results
-
-
-def test_steps_leave_no_object_behind(ranks2: Ranks) -> None:
-    """Neither those of torch's dispatch of a step, nor the graph of a recomputed layer.
-
-    Python may make an object or two once, at any step; what a step leaves comes with each.
-    """
-    for results in ranks2.run(steps_on_end):
-        for counts in results:
-            objects, tensors = zip(*counts, strict=True)
-            assert len(set(tensors)) == 1, results
-            assert len(set(objects)) <= 2, results
 
 
 class Mixture(nn.Module):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +14,21 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import trueshard
-from cases import as_on_one_device
+from cases import as_on_one_device, on_ranks
+from handmade_training import take_steps
 from models.handmade import TiedBlocks
-from parity import Pool, Ranks, assert_same
 from stepping import (
     EPS,
     OPTIMIZERS,
+    WHOLE,
     OwnSGD,
     Uneven,
     adamw,
     build,
     loss_of,
     parameters,
-    same,
     shard_over,
     shown,
-    take_step,
     told,
     train,
 )
@@ -38,7 +36,8 @@ from stepping import (
 # State
 
 
-def state_is_shown(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_state_is_shown_as_dtensors_by_parameter(rank: int, world_size: int) -> None:
     model = build()
     optimizer, own = adamw(model), OwnSGD(model.parameters())
     trueshard.shard(model, optimizer, own)
@@ -59,44 +58,41 @@ def state_is_shown(rank: int, world_size: int) -> None:
     assert entries[0]["exp_avg"] is optimizer.state[members[0]]["exp_avg"]
 
 
-def test_state_is_shown_as_dtensors_by_parameter(ranks2: Ranks, ranks3: Ranks) -> None:
-    ranks2.run(state_is_shown)
-    ranks3.run(state_is_shown)
-
-
-def round_trip(rank: int, world_size: int, source: str) -> Any:
-    """Another optimizer goes on from a state dict: of the same sharding, pickled, or of one process."""
-    first = build()
-    if source == "one process":
-        held = adamw(first)
-        train(first, held, 0, 1)
-        weights = parameters(first)
-    else:
-        held = adamw(first)
-        shard_over(world_size, first, held)
-        train(first, held, rank, world_size)
-        weights = parameters(first)
-    saved = held.state_dict()
-    model = build()
-    model.load_state_dict(weights)
-    optimizer = adamw(model)
-    shard_over(world_size, model, optimizer)
-    if source == "after a step":
-        train(model, optimizer, rank, world_size, [9])
-    optimizer.load_state_dict(copy.deepcopy(saved) if source != "itself" else saved)
-    train(model, optimizer, rank, world_size, [3, 4, 5])
-    if world_size > 1:
-        shown(optimizer)
-        assert all(isinstance(each["exp_avg"], DTensor) for each in optimizer.state.values())
-    return told(model, optimizer)
-
-
 @pytest.mark.parametrize(
     ("source", "count"),
-    [("itself", 2), ("after a step", 2), ("one process", 2), pytest.param("one process", 3, marks=pytest.mark.rest)],
+    [
+        ("itself", 2),
+        ("after a step", 2),
+        ("one process", 2),
+        *(pytest.param(source, 3, marks=pytest.mark.rest) for source in ("itself", "one process")),
+    ],
 )
-def test_state_dict_round_trip(source: str, count: int, alone: Ranks, pool: Pool) -> None:
-    same(round_trip, alone, [Ranks(count, pool)], source)
+@as_on_one_device("count")
+def test_state_dict_round_trip(rank: int, world_size: int, source: str) -> Any:
+    """Others go on from state dicts: of the same sharding, loaded before or after a step, or of one process."""
+    found = {}
+    for name, make in {"AdamW": lambda model: [adamw(model)], **WHOLE}.items():
+        first = build()
+        held = make(first)
+        if source == "one process":
+            train(first, held, 0, 1)
+        else:
+            shard_over(world_size, first, *held)
+            train(first, held, rank, world_size)
+        weights, saved = parameters(first), [each.state_dict() for each in held]
+        model = build()
+        model.load_state_dict(weights)
+        optimizers = make(model)
+        shard_over(world_size, model, *optimizers)
+        if source == "after a step":
+            train(model, optimizers, rank, world_size, [9])
+        for each, state in zip(optimizers, saved, strict=True):
+            each.load_state_dict(copy.deepcopy(state) if source != "itself" else state)
+        train(model, optimizers, rank, world_size, [3, 4, 5])
+        if world_size > 1:
+            shown(optimizers[0])
+        found[name] = told(model, *optimizers) if name == "AdamW" else parameters(model)
+    return found
 
 
 @as_on_one_device()
@@ -184,10 +180,7 @@ def test_a_tie_is_stepped_once(rank: int, world_size: int) -> Any:
     model = TiedBlocks()
     optimizer = adamw(model)
     shard_over(world_size, model, optimizer)
-    for step in range(3):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
-        model(x).square().mean().backward()
-        take_step(optimizer)
+    take_steps(model, optimizer, rank, world_size)
     assert model.blocks[2].up.weight is model.blocks[0].up.weight
     return told(model, optimizer)
 
@@ -261,35 +254,6 @@ def test_momenta_from_before_sharding_go_on(rank: int, world_size: int, name: st
     return parameters(model)
 
 
-def saved(rank: int, world_size: int, path: str) -> Any:
-    """Steps 0 and 2 at one size, saved; steps 4 to 6 after loading, at this size, without sharding at size one."""
-    found = {}
-    for name in ("AdamW", "Rprop", "Adafactor", "Muon", "own"):
-        model = build()
-        optimizer = OPTIMIZERS[name](model)
-        shard_over(world_size, model, optimizer)
-        if not Path(path, name).exists():
-            train(model, optimizer, rank, world_size, [0, 2])
-            trueshard.save(Path(path) / name, model=model, optimizer=optimizer)
-        else:
-            trueshard.load(Path(path) / name, model=model, optimizer=optimizer)
-        train(model, optimizer, rank, world_size, [4, 5, 6])
-        found[name] = parameters(model)
-    return found
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("source", [1, 3])
-def test_training_goes_on_at_another_world_size(
-    source: int, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
-) -> None:
-    order = {1: [alone, ranks2, ranks3], 3: [ranks3, alone, ranks2]}[source]
-    expected, *_ = order[0].run(saved, str(tmp_path))
-    for ranks in order:
-        for found in ranks.run(saved, str(tmp_path)):
-            assert_same(found, expected, rtol=1e-4, atol=1e-6)
-
-
 @as_on_one_device(2)
 def test_a_model_from_the_meta_device(rank: int, world_size: int) -> Any:
     """Optimizers made before a model of the meta device is sharded and filled."""
@@ -303,6 +267,7 @@ def test_a_model_from_the_meta_device(rank: int, world_size: int) -> Any:
         optimizer = OPTIMIZERS[name](model)
         if world_size > 1:
             trueshard.shard(model, optimizer)
+            assert all(p.is_meta for p in model.parameters())
             model.to_empty(device="cpu")
             model.load_state_dict(source.state_dict())
         train(model, optimizer, rank, world_size)

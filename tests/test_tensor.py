@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import re
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -14,17 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import trueshard
 from cases import on_ranks
+from gathering import gradients, parameters, whole
 from messages import naming
 from meter import gloo_lets_go, meter, peak_and_rest
-from parity import Ranks
+from parity import Ranks, assert_same
 from resting import all_but
-from tensor_models import MODELS, batch, build, distance, llama, optimizers, parameters, state, train, whole
+from tensor_models import MODELS, batch, build, distance, far_apart, llama, optimizers, state, train
 from trueshard import _torch
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
@@ -125,8 +126,10 @@ def test_training_is_training_on_one_process(
         assert all((Path(path) / f).read_bytes() == (Path(again) / f).read_bytes() for f in files)
 
 
-def whole_tensors(rank: int, world_size: int) -> list[str]:
-    """Three steps of SOAP on given gradients, on 2 × 2 ranks and on this process: the names of what differs by a bit.
+@REST
+@on_ranks(4)
+def test_an_optimizer_of_whole_tensors_steps_bit_for_bit_on_two_axes(rank: int, world_size: int) -> None:
+    """Three steps of SOAP on given gradients, on 2 × 2 ranks and on this process.
 
     Its eigenvectors turn the last bit of a gradient into other updates, also on one process: so gradients are given.
     """
@@ -146,13 +149,7 @@ def whole_tensors(rank: int, world_size: int) -> list[str]:
         for each in (known, made):
             each.step()
             each.zero_grad()
-    expected = parameters(plain)
-    return [name for name, value in parameters(model).items() if not torch.equal(value, expected[name])]
-
-
-@pytest.mark.rest
-def test_an_optimizer_of_whole_tensors_steps_bit_for_bit_on_two_axes(ranks4: Ranks) -> None:
-    assert ranks4.run(whole_tensors) == [[]] * 4
+    assert_same(parameters(model), parameters(plain))
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -211,10 +208,12 @@ def features(rank: int, world_size: int, *ways: str) -> dict[str, Any]:
 @pytest.mark.parametrize("ways", all_but([("copies",)], [("copies",), tuple(WAYS)[:-1]]), ids=", ".join)
 def test_what_users_do_with_a_shared_model(ways: tuple[str, ...], ranks4: Ranks) -> None:
     for found in ranks4.run(features, *ways):
-        assert {what: value for what, value in found.items() if not value < EXACT} == {}
+        assert far_apart(found, EXACT) == {}
 
 
-def compiled(rank: int, world_size: int) -> float:
+@REST
+@on_ranks(2, timeout=200)
+def test_blocks_are_compiled(rank: int, world_size: int) -> None:
     plain = build("llama")
     expected = train(plain, optimizers("AdamW", plain), range(2))["parameters"]
     model = build("llama")
@@ -222,12 +221,7 @@ def compiled(rank: int, world_size: int) -> float:
         layer.compile(backend="aot_eager")
     made = optimizers("AdamW", model)
     trueshard.shard(model, *made, tensor=2)
-    return distance(train(model, made, range(2), rank // 2, world_size // 2)["parameters"], expected)
-
-
-@pytest.mark.rest
-def test_blocks_are_compiled(ranks2: Ranks) -> None:
-    assert max(ranks2.run(compiled, timeout=200)) < EXACT
+    assert distance(train(model, made, range(2))["parameters"], expected) < EXACT
 
 
 @on_ranks(4)
@@ -242,9 +236,8 @@ def test_a_hook_sees_the_whole_gradient(rank: int, world_size: int) -> None:
     for each, ids in ((model, batch(0).chunk(2)[rank // 2]), (plain, batch(0))):
         each(input_ids=ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.down_proj.weight.tag == "kept"
-    shapes, far = seen, distance(*({n: whole(p.grad) for n, p in each.named_parameters()} for each in (model, plain)))
-    assert shapes == [(32, 65), (32, 65)]
-    assert far < EXACT
+    assert seen == [(32, 65), (32, 65)]
+    assert distance(gradients(model), gradients(plain)) < EXACT
 
 
 @REST
@@ -306,13 +299,20 @@ def test_each_rank_holds_its_part_of_the_sequence(name: str, ways: tuple[str, ..
     for found in ranks4.run(in_parts, name, ways):
         # Mixture models compute their routers in float32, and add gradients of parts.
         bound = 1e-5 if name in ROUTED else EXACT
-        assert {words: far for words, far in found.items() if not far < bound} == {}
+        assert far_apart(found, bound) == {}
 
 
 # Models that arrive cut, and styles of one's own
 
 
-def arrived(rank: int, world_size: int, way: str, kind: str, path: str) -> float:
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("qwen3", "AdamW"), pytest.param("tied", "AdamW", marks=REST), pytest.param("tied", "Muon", marks=REST)],
+)
+@on_ranks(4)
+def test_a_model_that_arrives_cut_is_taken_as_it_is(
+    rank: int, world_size: int, way: str, kind: str, tmp_path: Path
+) -> None:
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     model, plain = build(way), build(way)
     if way == "qwen3":
@@ -326,24 +326,18 @@ def arrived(rank: int, world_size: int, way: str, kind: str, path: str) -> float
     made, known = optimizers(kind, model), optimizers(kind, plain)
     trueshard.shard(model, *made, mesh=mesh["dp"])
     found = train(model, made, range(3), rank // 2, world_size // 2)
-    trueshard.save(path, model=model, optimizer=dict(zip("abc", made, strict=False)))
-    trueshard.load(path, model=model, optimizer=dict(zip("abc", made, strict=False)))
+    trueshard.save(tmp_path / "kept", model=model, optimizer=dict(zip("abc", made, strict=False)))
+    trueshard.load(tmp_path / "kept", model=model, optimizer=dict(zip("abc", made, strict=False)))
     assert distance(parameters(model), found["parameters"]) == 0
     with pytest.raises(RuntimeError, match="tensor="):
         copy.deepcopy(model)
     expected = train(plain, known, range(3))
-    return max(distance(found[what], expected[what]) for what in ("grads", "parameters"))
+    assert max(distance(found[what], expected[what]) for what in ("grads", "parameters")) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [("qwen3", "AdamW"), pytest.param("tied", "AdamW", marks=REST), pytest.param("tied", "Muon", marks=REST)],
-)
-def test_a_model_that_arrives_cut_is_taken_as_it_is(way: str, kind: str, ranks4: Ranks, tmp_path: Path) -> None:
-    assert max(ranks4.run(arrived, way, kind, str(tmp_path / "kept"))) < 1e-9
-
-
-def adapted(rank: int, world_size: int) -> dict[str, Any]:
+@REST
+@on_ranks(4)
+def test_adapters_of_a_model_that_arrives_cut_are_cut_or_refused(rank: int, world_size: int) -> None:
     """Adapters of a model that transformers has cut: by a PEFT that knows of it, and by one that does not."""
     from peft import LoraConfig, get_peft_model
     from transformers.distributed import DistributedConfig
@@ -373,13 +367,7 @@ def adapted(rank: int, world_size: int) -> dict[str, Any]:
         expected = train(plain, optimizers("AdamW", plain), range(2))
         found = {what: distance(trained[what], expected[what]) for what in ("grads", "parameters")}
         found["norms"] = float((trained["norms"] / expected["norms"] - 1).abs().max())
-    return found
-
-
-@REST
-def test_adapters_of_a_model_that_arrives_cut_are_cut_or_refused(ranks4: Ranks) -> None:
-    for found in ranks4.run(adapted):
-        assert {what: far for what, far in found.items() if not far < 1e-9} == {}
+    assert far_apart(found, 1e-9) == {}
 
 
 class Blocks(nn.Module):
@@ -420,10 +408,7 @@ def with_own_styles(rank: int, world_size: int, ranks: int) -> float:
     assert trueshard.Plan.from_json(plan.to_json()) == plan
     for each, own in ((model, ids.chunk(world_size // ranks)[rank // ranks]), (plain, ids)):
         each(own).backward()
-    found, expected = (
-        {n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)
-    )
-    return distance(found, expected)
+    return distance(gradients(model), gradients(plain))
 
 
 def test_styles_of_ones_own_for_any_module(ranks3: Ranks, ranks4: Ranks) -> None:
@@ -433,71 +418,42 @@ def test_styles_of_ones_own_for_any_module(ranks3: Ranks, ranks4: Ranks) -> None
 # What is said at once
 
 
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    def word(model: nn.Module, *made: torch.optim.Optimizer, **options: Any) -> str:
-        before = [(name, id(p)) for name, p in model.named_parameters()]
-        try:
-            trueshard.shard(model, *made, **options)
-        except ValueError as error:
-            assert [(name, id(p)) for name, p in model.named_parameters()] == before
-            assert not any(isinstance(module, _torch.ShardedModule) for module in model.modules())
-            return str(error)
-        raise AssertionError(options)
-
+@on_ranks(4)
+def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(rank: int, world_size: int) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    def refused(words: str, model: nn.Module, *made: torch.optim.Optimizer, **options: Any) -> None:
+        before = [(name, id(p)) for name, p in model.named_parameters()]
+        with pytest.raises(ValueError, match=words):
+            trueshard.shard(model, *made, **options)
+        assert [(name, id(p)) for name, p in model.named_parameters()] == before
+        assert not any(isinstance(module, _torch.ShardedModule) for module in model.modules())
+
+    def mesh(*names: str) -> DeviceMesh:
+        return init_device_mesh("cpu", (2, 2) if len(names) == 2 else (4,), mesh_dim_names=names)
+
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
-    no_shard = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    dropout, few = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), nn.Sequential(nn.Linear(4, 3))
     balanced = MODELS["mixtral"]()
     balanced.config.output_router_logits = True
     packed = llama()
     packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
-    return {
-        "heads": word(llama(num_key_value_heads=2), tensor=4),
-        "no plan": word(gpt2, tensor=2),
-        "ranks": word(llama(), tensor=3),
-        "dropout": word(
-            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), tensor={"ranks": 2, "0": "colwise_gather_output"}
-        ),
-        "attention": word(llama(attention_dropout=0.1), tensor=2),
-        "style": word(Blocks(), tensor={"ranks": 2, "head": "columwise"}),
-        "glob": word(Blocks(), tensor={"ranks": 2, "haed": "colwise"}),
-        "class": word(Blocks(), tensor={"ranks": 2, "table": "colwise"}),
-        "few": word(nn.Sequential(nn.Linear(4, 3)), tensor={"ranks": 4, "0": "colwise_gather_output"}),
-        "quantised": word(packed, tensor=2),
-        "no ranks": word(Blocks(), tensor=OWN),
-        "size": word(llama(), mesh=mesh, tensor=4),
-        "order": word(llama(), mesh=wrong),
-        "no shard": word(llama(), mesh=no_shard),
-        "router": word(balanced, tensor=2),
-        "optimizer": word(model := llama(), torch.optim.LBFGS(model.parameters()), tensor=2),
-    }
-
-
-def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(ranks4: Ranks) -> None:
-    expected = {
-        "heads": naming("self_attn.k_proj", 2, 4),
-        "no plan": naming("GPT2LMHeadModel", "plan", "tensor="),
-        "ranks": naming("tensor 3", 4),
-        "dropout": naming("'1'", "0.1"),
-        "attention": naming("self_attn", "attention_dropout", "0.1"),
-        "style": naming("columwise", "head", "colwise"),
-        "glob": naming("haed", "head"),
-        "class": naming("table", "Embedding", "colwise"),
-        "few": naming("0.weight", 4),
-        "quantised": naming("layers.0.mlp.up_proj"),
-        "no ranks": naming("ranks"),
-        "size": naming("tensor=4", "'tensor': 2"),
-        "order": naming("'tensor', 'shard'", "replicate, shard, context, tensor"),
-        "no shard": naming("'tensor'", "always shard", 1),
-        "router": naming("output_router_logits"),
-        "optimizer": naming("LBFGS"),
-    }
-    for found in ranks4.run(refused):
-        for what, words in expected.items():
-            assert re.search(words, found[what]), (what, found[what])
+    refused(naming("self_attn.k_proj", 2, 4), llama(num_key_value_heads=2), tensor=4)
+    refused(naming("GPT2LMHeadModel", "plan", "tensor="), gpt2, tensor=2)
+    refused(naming("tensor 3", 4), llama(), tensor=3)
+    refused(naming("'1'", "0.1"), dropout, tensor={"ranks": 2, "0": "colwise_gather_output"})
+    refused(naming("self_attn", "attention_dropout", "0.1"), llama(attention_dropout=0.1), tensor=2)
+    refused(naming("columwise", "head", "colwise"), Blocks(), tensor={"ranks": 2, "head": "columwise"})
+    refused(naming("haed", "head"), Blocks(), tensor={"ranks": 2, "haed": "colwise"})
+    refused(naming("table", "Embedding", "colwise"), Blocks(), tensor={"ranks": 2, "table": "colwise"})
+    refused(naming("0.weight", 4), few, tensor={"ranks": 4, "0": "colwise_gather_output"})
+    refused(naming("layers.0.mlp.up_proj"), packed, tensor=2)
+    refused(naming("ranks"), Blocks(), tensor=OWN)
+    refused(naming("tensor=4", "'tensor': 2"), llama(), mesh=mesh("shard", "tensor"), tensor=4)
+    refused(naming("'tensor', 'shard'", "replicate, shard, context, tensor"), llama(), mesh=mesh("tensor", "shard"))
+    refused(naming("'tensor'", "always shard", 1), llama(), mesh=mesh("tensor"))
+    refused(naming("output_router_logits"), balanced, tensor=2)
+    refused(naming("LBFGS"), model := llama(), torch.optim.LBFGS(model.parameters()), tensor=2)
 
 
 def memory(rank: int, world_size: int, tensor: int, path: str) -> list[tuple[int, int]]:
@@ -560,25 +516,19 @@ def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks
         assert distance(found, expected) < EXACT
 
 
-def without_backward(rank: int, world_size: int, fails: bool) -> bool:
-    """Whether a model is gone that ran forward, with gradients, and never backward."""
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2, fresh=True)
+def test_a_model_is_freed_whose_pass_had_no_backward(rank: int, world_size: int, fails: bool) -> None:
     model = build("llama")
     trueshard.shard(model, tensor=world_size)
     if fails:
         model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(batch(0)[:2])
-    else:
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         model(batch(0)[:2])
     weak = weakref.ref(model)
     del model
     gc.collect()
-    return weak() is None
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_model_is_freed_whose_pass_had_no_backward(fails: bool, fresh2: Ranks) -> None:
-    assert fresh2.run(without_backward, fails) == [True, True]
+    assert weak() is None
 
 
 # Every architecture
@@ -604,7 +554,7 @@ def catalogue(rank: int, world_size: int, sequence: bool) -> dict[str, Any]:
         ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
         for each in (plain, model):
             each(input_ids=ids, labels=ids).loss.backward()
-        grads = [{n: whole(p.grad) for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
+        grads = [gradients(m) for m in (model, plain)]
         found[name] = (cut, distance(*grads))
         if sequence:
             states = [each(input_ids=ids, output_hidden_states=True).hidden_states or () for each in (model, plain)]

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import trueshard
-from gathering import whole
+from cases import as_on_one_device
+from gathering import gradients
 from messages import lacking, naming
 from models import CASES
 from models.handmade import TiedLanguageModel
-from parity import Ranks, assert_same
+from parity import Pool, Ranks, assert_same
 
 IGNORED = -100
 ROWS, LENGTH, MICROBATCHES = 12, 6, 3
@@ -80,25 +81,22 @@ def weighted(rank: int, world_size: int, sync: bool = False, shape: Any = None) 
                     mean(loss).backward()
                 total += loss.detach()
             report[f"loss {seed}"] = mean.value(total)
-        report[f"grad {seed}"] = whole({n: p.grad for n, p in model.named_parameters()})
+        report[f"grad {seed}"] = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     return report
 
 
-@pytest.mark.parametrize("sync", [False, True], ids=["reduced once", "reduced each time"])
+@pytest.mark.parametrize(
+    ("count", "sync", "shape"),
+    [(2, False, None), (3, False, None), (2, True, None), (3, True, None), (4, False, (2, 2))],
+)
 def test_unequal_batches_give_the_gradient_of_one_process(
-    sync: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+    count: int, sync: bool, shape: Any, alone: Ranks, pool: Pool
 ) -> None:
+    """Reduced once or each time; replicas count as ranks."""
     (expected,) = alone.run(weighted)
-    for ranks in (ranks2, ranks3):
-        for found in ranks.run(weighted, sync):
-            assert_same(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_replicas_count_as_ranks(alone: Ranks, ranks4: Ranks) -> None:
-    (expected,) = alone.run(weighted)
-    for found in ranks4.run(weighted, False, (2, 2)):
+    for found in Ranks(count, pool).run(weighted, sync, shape):
         assert_same(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -117,7 +115,7 @@ def means_of_means(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     for number, (ids, labels) in enumerate(batches, start=1):
         with trueshard.accumulate(model, last=number == len(batches)):
             (summed(model, ids, labels) / max(1, int(trueshard.count_targets(labels))) / len(batches)).backward()
-    return whole({n: p.grad for n, p in model.named_parameters()})
+    return gradients(model)
 
 
 def test_a_mean_of_means_is_another_gradient(alone: Ranks, ranks2: Ranks) -> None:
@@ -127,7 +125,8 @@ def test_a_mean_of_means_is_another_gradient(alone: Ranks, ranks2: Ranks) -> Non
     assert (found[name] - expected["grad 0"][name]).norm() > 0.1 * expected["grad 0"][name].norm()
 
 
-def divided_by_the_model(rank: int, world_size: int) -> dict[str, Any]:
+@as_on_one_device(2)
+def test_the_divisor_is_for_models_that_divide_themselves(rank: int, world_size: int) -> dict[str, Any]:
     """transformers' models divide the sum themselves, by ``num_items_in_batch``."""
     model = CASES["llama"].build(0)
     ids, labels = ragged(0)
@@ -141,13 +140,7 @@ def divided_by_the_model(rank: int, world_size: int) -> dict[str, Any]:
         for number, (ids, labels) in enumerate(batches, start=1):
             with trueshard.accumulate(model, last=number == len(batches)):
                 model(input_ids=ids, labels=labels, num_items_in_batch=mean.divisor).loss.backward()
-    return whole({n: p.grad for n, p in model.named_parameters()})
-
-
-def test_the_divisor_is_for_models_that_divide_themselves(alone: Ranks, ranks2: Ranks) -> None:
-    (expected,) = alone.run(divided_by_the_model)
-    for found in ranks2.run(divided_by_the_model):
-        assert_same(found, expected, rtol=1e-4, atol=1e-6)
+    return gradients(model)
 
 
 def wrong(rank: int, world_size: int, counts: list[Any], sharded: bool = True) -> None:

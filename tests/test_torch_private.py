@@ -24,9 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forks
+import trueshard
 from cases import on_ranks
 from models.handmade import Stack
-from parity import Ranks
 from trueshard import _torch
 from trueshard.model import registry
 from trueshard.planner.simulation.fake_values import KnownValues
@@ -548,7 +548,8 @@ def test_operators_and_lists() -> None:
     assert _torch.storage_number(tensors[0].untyped_storage()) == _torch.storage_identity(tensors[0][1:])
 
 
-def aligned(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_gradients_are_aligned(rank: int, world_size: int) -> None:
     """Gradients of a model on one rank do not lie in one buffer, but each where memory begins."""
     model = Stack()
     fully_shard(model)
@@ -557,10 +558,6 @@ def aligned(rank: int, world_size: int) -> None:
     grads = [_torch.local(p.grad) for p in model.parameters() if p.grad is not None]
     assert len(grads) == len(list(model.parameters()))
     assert all(grad.data_ptr() % 64 == 0 for grad in grads)
-
-
-def test_gradients_are_aligned(alone: Ranks) -> None:
-    alone.run(aligned)
 
 
 @on_ranks(2)
@@ -801,16 +798,11 @@ def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:
     assert (3, 5) in shapes
 
 
-def offloaded_parameters(rank: int, world_size: int) -> tuple[bool, bool]:
-    import trueshard
-
+@on_ranks(2)
+def test_what_is_offloaded_is_known_of_the_meta_device_too(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         resting, computing = Stack(), Stack()
     trueshard.shard(resting, offload="cpu")
     trueshard.shard(computing)
-    every = {id(parameter) for parameter in resting.parameters()}
-    return _torch.offloaded(resting) == every, _torch.offloaded(computing) == set()
-
-
-def test_what_is_offloaded_is_known_of_the_meta_device_too(ranks2: Ranks) -> None:
-    assert ranks2.run(offloaded_parameters) == [(True, True)] * 2
+    assert _torch.offloaded(resting) == {id(parameter) for parameter in resting.parameters()}
+    assert _torch.offloaded(computing) == set()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import trueshard
+from cases import on_ranks
 from parity import Ranks
 from resting import all_but
 from traffic import Traffic
@@ -139,7 +140,10 @@ def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bo
             assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * blocks, rel=1e-12)
 
 
-def shared_sequences(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_context_axis_moves_heads_for_positions(rank: int, world_size: int) -> None:
+    """Over C ranks, n tokens in all, width H, L blocks, f = (C-1)/C: queries, keys and values travel to heads and the
+    output back, each n·H/C on a rank, forwards and backwards: f·8·L·n·H/C."""
     model = llama()
     trueshard.shard(model, context=world_size, reshard_after_forward="always")
     ids = torch.arange(32).view(2, 16) % 96
@@ -148,19 +152,11 @@ def shared_sequences(rank: int, world_size: int) -> dict[str, Any]:
         with Traffic() as traffic:
             model(**part, num_items_in_batch=1).loss.backward()
         model.zero_grad()
-    return {"received": traffic.received, "parameters": sum(p.numel() for p in model.parameters())}
-
-
-def test_a_context_axis_moves_heads_for_positions(ranks2: Ranks) -> None:
-    """Over C ranks, n tokens in all, width H, L blocks, f = (C-1)/C: queries, keys and values travel to heads and the
-    output back, each n·H/C on a rank, forwards and backwards: f·8·L·n·H/C."""
-    for result in ranks2.run(shared_sequences):
-        everything, f = result["parameters"], 1 / 2
-        assert result["received"]["all_to_all"] == pytest.approx(f * 4 * 8 * LAYERS * 32 * 48 / 2, rel=1e-12)
-        embedding = 96 * 48
-        assert result["received"]["all_gather"] == pytest.approx(f * 4 * (2 * everything - embedding), rel=1e-12)
-        assert result["received"]["reduce_scatter"] == pytest.approx(f * 4 * everything, rel=1e-12)
-        assert result["received"]["all_reduce"] == 0
+    everything, f, embedding = sum(p.numel() for p in model.parameters()), 1 / 2, 96 * 48
+    assert traffic.received["all_to_all"] == pytest.approx(f * 4 * 8 * LAYERS * 32 * 48 / 2, rel=1e-12)
+    assert traffic.received["all_gather"] == pytest.approx(f * 4 * (2 * everything - embedding), rel=1e-12)
+    assert traffic.received["reduce_scatter"] == pytest.approx(f * 4 * everything, rel=1e-12)
+    assert traffic.received["all_reduce"] == 0
 
 
 def shared_experts(rank: int, world_size: int) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,18 @@ from trueshard.sharding import stall_watch
 from trueshard.sharding.stall_watch import Place, described
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """What the library logs inside, where it waits 0.9 s before it says anything."""
+    texts: list[str] = []
+    handler, patience, stall_watch.PATIENCE = logging.Handler(), stall_watch.PATIENCE, 0.9
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trueshard").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("trueshard").removeHandler(handler)
+        stall_watch.PATIENCE = patience
 
 
 def dawdle(seconds: float) -> None:
@@ -39,14 +46,11 @@ def dawdle(seconds: float) -> None:
 
 def waits(rank: int, world_size: int, late: int, where: str, seconds: float) -> tuple[list[str], str]:
     """What rank logs while rank `late` dawdles, and the error that it gets."""
-    kept, patience, stall_watch.PATIENCE = Kept(), stall_watch.PATIENCE, 0.9
-    logging.getLogger("trueshard").addHandler(kept)
     failed = ""
-    try:
+    with watched() as texts:
         torch.manual_seed(0)
         model = Stack(3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trueshard.shard(model, optimizer)
+        trueshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loss = model(torch.ones(2, 8)).sum() if where == "backward" else None
         if rank == late:
             dawdle(seconds)
@@ -57,10 +61,7 @@ def waits(rank: int, world_size: int, late: int, where: str, seconds: float) -> 
                 model(torch.ones(2, 8)).sum()
         except RuntimeError as error:
             failed = str(error)
-    finally:
-        logging.getLogger("trueshard").removeHandler(kept)
-        stall_watch.PATIENCE = patience
-    return kept.texts, failed
+    return texts, failed
 
 
 @pytest.mark.parametrize("where", all_but(["backward"], ["forward", "backward"]))
@@ -82,19 +83,14 @@ def test_the_slowest_rank_is_named_once(sizes: list[Ranks], where: str) -> None:
 
 def loads_late(rank: int, world_size: int, folder: str) -> list[str]:
     """What rank logs while the last rank comes late to ``load()``."""
-    kept, patience, stall_watch.PATIENCE = Kept(), stall_watch.PATIENCE, 0.9
-    logging.getLogger("trueshard").addHandler(kept)
-    try:
+    with watched() as texts:
         model = Stack()
         trueshard.shard(model)
         trueshard.save(folder, model=model)
         if rank == world_size - 1:
             dawdle(2.0)
         trueshard.load(folder, model=model)
-    finally:
-        logging.getLogger("trueshard").removeHandler(kept)
-        stall_watch.PATIENCE = patience
-    return kept.texts
+    return texts
 
 
 def test_who_comes_late_to_a_load_is_named(ranks3: Ranks, tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ def train(rank: int, world_size: int, name: str, steps: int = STEPS, **words: An
             mean /= world_size
         report["loss"].append(mean)
         if step == 0:
+            reached = {n: p.grad is not None and bool(p.grad.any()) for n, p in model.named_parameters()}
+            wanted = {n: p.requires_grad and case.reaches(n) for n, p in model.named_parameters()}
+            assert world_size > 1 or reached == wanted, "a parity test would say nothing of some parameters"
             report["grad"] = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         report["norm"].append(trueshard.clip_grad_norm_(model.parameters(), 1.0).reshape(()))
         optimizer.step()

@@ -85,6 +85,14 @@ class Scalar(Stack):
         return self.scale * self.last(x)
 
 
+class ScalarFirst(Scalar):
+    """The first parameter is one that every rank holds whole, so that a list of all starts with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
+
+
 class GatedBlock(Block):
     """Reads its own 0-dim parameter inside its forward."""
 
