@@ -112,60 +112,53 @@ def test_loss_and_gradients_are_those_of_whole_logits(kind: str, alone: Ranks, r
             assert_same(grads, expected, rtol=1e-4, atol=1e-7)
 
 
-def lora_step(rank: int, world: int, whole: bool, which: str) -> Any:
-    lora = {
-        "head": {"target_modules": ["q_proj", "lm_head"]},
-        "save": {"modules_to_save": ["lm_head"]},
-    }[which]
-    return causal_step(rank, world, "llama", whole, lora)
+#: LoRA, options of shard() with whole logits, and options without them.
+VARIANTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
+    "adapter at the head": ({"target_modules": ["q_proj", "lm_head"]}, {}, {}),
+    "head trained whole": ({"modules_to_save": ["lm_head"]}, {}, {}),
+    "head freed, blocks recomputed": (
+        None,
+        {},
+        {"reshard_after_forward": "always", "activation_checkpointing": "full"},
+    ),
+    "bfloat16": (None, {"mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
+    # By the backend that writes no C++: what inductor makes of blocks is held in ``test_names.py``.
+    "compiled": (None, {}, {"backend": "aot_eager", "compile": True}),
+}
 
 
-@pytest.mark.parametrize("which", ["head", "save"])
-def test_head_with_an_adapter_or_trained_whole(which: str, alone: Ranks, ranks2: Ranks) -> None:
-    ((loss, _, expected),) = alone.run(lora_step, True, which)
-    assert any("lm_head" in name for name in expected)
-    for found, whole, grads in ranks2.run(lora_step, False, which):
-        assert found == pytest.approx(loss, rel=1e-6)
+def variant_step(rank: int, world: int, name: str, whole: bool) -> Any:
+    lora, before, words = VARIANTS[name]
+    return causal_step(rank, world, "llama", whole, lora, **(before if whole else words))
+
+
+@pytest.mark.parametrize(
+    ("name", "rel", "rtol", "atol"),
+    [
+        ("adapter at the head", 1e-6, 1e-4, 1e-7),
+        ("head trained whole", 1e-6, 1e-4, 1e-7),
+        ("head freed, blocks recomputed", 1e-6, 1e-4, 1e-7),
+        pytest.param("compiled", 1e-5, 1e-3, 1e-6, marks=pytest.mark.rest),
+    ],
+)
+def test_loss_is_that_of_whole_logits_however_the_head_is_trained(
+    name: str, rel: float, rtol: float, atol: float, alone: Ranks, ranks2: Ranks
+) -> None:
+    ((loss, _, expected),) = alone.run(variant_step, name, True)
+    assert any("lm_head" in parameter for parameter in expected)
+    for found, whole, grads in ranks2.run(variant_step, name, False, timeout=280):
+        assert found == pytest.approx(loss, rel=rel)
         assert not whole
-        assert_same(grads, expected, rtol=1e-4, atol=1e-7)
-
-
-def words_step(rank: int, world: int, whole: bool, reshard: str, recompute: str, mixed: str | None) -> Any:
-    return causal_step(
-        rank, world, "llama", whole,
-        reshard_after_forward=reshard, activation_checkpointing=recompute, mixed_precision=mixed,
-    )  # fmt: skip
-
-
-def test_head_that_is_freed_after_forward_and_recomputed_blocks(alone: Ranks, ranks2: Ranks) -> None:
-    ((loss, _, expected),) = alone.run(words_step, True, "default", "none", None)
-    for found, whole, grads in ranks2.run(words_step, False, "always", "full", None):
-        assert found == pytest.approx(loss, rel=1e-6)
-        assert not whole
-        assert_same(grads, expected, rtol=1e-4, atol=1e-7)
+        assert_same(grads, expected, rtol=rtol, atol=atol)
 
 
 def test_compute_in_bfloat16_gives_the_loss_in_float32(alone: Ranks, ranks2: Ranks) -> None:
-    ((loss, _, expected),) = alone.run(words_step, True, "default", "none", "bf16")
-    for found, whole, grads in ranks2.run(words_step, False, "default", "none", "bf16"):
+    ((loss, _, expected),) = alone.run(variant_step, "bfloat16", True)
+    for found, whole, grads in ranks2.run(variant_step, "bfloat16", False):
         assert found == pytest.approx(loss, rel=2e-4)
         assert not whole
         for name, grad in grads.items():
             assert (grad - expected[name]).norm() < 0.02 * expected[name].norm(), name
-
-
-def compiled_step(rank: int, world: int, whole: bool) -> Any:
-    """By the backend that writes no C++: what inductor makes of blocks is held in ``test_names.py``."""
-    return causal_step(rank, world, "llama", whole, backend="aot_eager", compile=True)
-
-
-@pytest.mark.rest
-def test_compiled_blocks(alone: Ranks, ranks2: Ranks) -> None:
-    ((loss, _, expected),) = alone.run(causal_step, "llama", True)
-    for found, whole, grads in ranks2.run(compiled_step, False, timeout=280):
-        assert found == pytest.approx(loss, rel=1e-5)
-        assert not whole
-        assert_same(grads, expected, rtol=1e-3, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):

@@ -196,15 +196,15 @@ def held(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     Raises `UserError`: it takes no new files, or another run holds it, which is named.
     """
     remedy = "choose another folder, or correct its permissions"
-    with explained(f"run.dir: {folder} cannot be written", remedy, OSError, one_line):
-        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not place.is_dir():
-            raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
-        tempfile.TemporaryDirectory(prefix=".trueshard-", dir=place).cleanup()
-    with making(folder), contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / LOCK, patience))
-        except TimeoutError as holder:
-            message = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
-            raise UserError(message) from None
+    with contextlib.ExitStack() as stack:
+        with explained(f"run.dir: {folder} cannot be written", remedy, OSError, one_line):
+            place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            if not place.is_dir():
+                raise UserError(f"run.dir: {folder} cannot be made, {place} is a file; choose another folder")
+            stack.enter_context(making(folder))
+            try:
+                stack.enter_context(locked(folder / LOCK, patience))
+            except TimeoutError as holder:
+                message = f"run.dir: {folder} is in use by {holder}; wait for its end, or choose another folder"
+                raise UserError(message) from None
         yield
