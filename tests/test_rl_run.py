@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 
 import forks
 from running import end, environment, kill, metrics, start, wait_for_steps
+from trueshard.cli import main
 from trueshard.train.metrics.answers import read_samples
+from trueshard.train.run import launcher
 
 ROOT = Path(__file__).parents[1]
 TWICE = ("--nproc", "2")
@@ -174,6 +177,25 @@ def test_a_step_is_made_again(undisturbed: Path, tmp_path: Path) -> None:
         assert code == 2
         assert said in err
         assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "nproc"),
+    [
+        ({}, 2),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 2),  # an interactive job
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_a_replay_has_as_many_processes_as_the_run(
+    variables: dict[str, str], nproc: int | None, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int | None] = []
+    monkeypatch.setattr(launcher, "start", lambda *passed, nproc, **named: counts.append(nproc) or 0)
+    monkeypatch.setattr(os, "environ", environment(**variables))
+    monkeypatch.chdir(undisturbed)
+    assert main(["replay", "run", "--step", "9"]) == 0
+    assert counts == [nproc]
 
 
 BAD = """

@@ -207,14 +207,6 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_torchrun_starts_workers(finished: tuple[Path, str], halfway: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trueshard")
-    code, out, err = end(start(halfway, python=torchrun))
-    assert code == 0, out + err
-    assert losses(halfway) == losses(finished[0])
-
-
-@pytest.mark.rest
 def test_srun_starts_workers(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder = make_project(tmp_path / "srun")
     with socket.socket() as free:
@@ -263,11 +255,3 @@ def save_gpt2(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=32, n_layer=2, n_head=4)).save_pretrained(
         str(folder / "gpt2")
     )
-
-
-def test_user_error_in_workers_is_one_line(tmp_path: Path) -> None:
-    folder = make_project(tmp_path / "refused")
-    code, _, err = end(start(folder, "--nproc", "2", "--set", "shard.units=NoSuchBlock"))
-    assert code == 2, err
-    assert len(err.splitlines()) == 1, err
-    assert "NoSuchBlock" in err

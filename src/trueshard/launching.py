@@ -36,6 +36,7 @@ _POLL = 0.1
 _TAIL = 100
 """Lines that ``last_lines`` returns at most: a stack of a deep model, whose most recent call comes first."""
 _HANDLED_BY_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Variable with the signals on which elastic raises: none while ranks run; they get all back, to launch others."""
 _PRELUDE = """
 import sys
 sys.path[:] = {path!r}

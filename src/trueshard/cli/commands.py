@@ -72,15 +72,14 @@ def train(
         return
     if hardware is not None:
         raise UserError(f"--hardware {hardware}: goes with --dry-run; add it, or leave --hardware out")
-    _run(["train", str(config)], config, overrides or [], nproc, 1, profile=profile, override=override)
+    _run(config, overrides or [], nproc, profile=profile, override=override)
 
 
 def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
     """Train a small model from scratch on Python's own source code, with two CPU processes, in a few minutes."""
     from trueshard import train as package
 
-    config = Path(package.__file__).parent / "demo.toml"
-    _run(["demo"], config, overrides or [], nproc, 2)
+    _run(Path(package.__file__).parent / "demo.toml", overrides or [], nproc, cpu_processes=2)
 
 
 def replay(
@@ -97,13 +96,15 @@ def replay(
     """
     from trueshard.train.run.launcher import start
     from trueshard.train.run.replay import Replayed, config_of, recorded
+    from trueshard.train.run.world import launcher_of
 
     config, ranks = config_of(run)
     replayed = Replayed(step, prompt)
     recorded(config, replayed)
     command = ["replay", str(run), f"--step={step}", *([] if prompt is None else [f"--prompt={prompt}"])]
-    launched = "RANK" in os.environ or "SLURM_PROCID" in os.environ
-    raise typer.Exit(start(config, command, nproc=nproc or (None if launched else ranks), replayed=replayed))
+    if nproc is None and launcher_of(os.environ) is None:
+        nproc = ranks
+    raise typer.Exit(start(config, command, nproc=nproc, replayed=replayed))
 
 
 def plot(
@@ -150,12 +151,11 @@ def convert(
 
 
 def _run(
-    command: list[str],
     path: Path,
     overrides: list[str],
     nproc: int | None,
-    on_cpu: int,
     *,
+    cpu_processes: int = 1,
     profile: bool = False,
     override: bool = False,
 ) -> None:
@@ -163,10 +163,11 @@ def _run(
     from trueshard.train.parse import load_config
     from trueshard.train.run.launcher import start
 
+    flags = [f"--{name}" for name, is_set in (("profile", profile), ("override", override)) if is_set]
+    command = ["train", str(path), *(f"--set={text}" for text in overrides), *flags]
     config = load_config(path, overrides)
-    command += [f"--set={override_}" for override_ in overrides]
-    command += [f"--{name}" for name, is_set in (("profile", profile), ("override", override)) if is_set]
-    raise typer.Exit(start(config, command, nproc=nproc, cpu_processes=on_cpu, profile=profile, override=override))
+    code = start(config, command, nproc=nproc, cpu_processes=cpu_processes, profile=profile, override=override)
+    raise typer.Exit(code)
 
 
 @takes_options()

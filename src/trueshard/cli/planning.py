@@ -277,17 +277,24 @@ def _show(
     study: Study, out: Path | None, html: Path | None, as_json: bool, rehearsal: Any = None, points: Any = None
 ) -> None:
     """Print a study, and write its files."""
-    from trueshard.planner.report import page, summary
+    from trueshard.planner.report import summary
 
-    if out is not None:
-        replace_text(out, study.plan.to_json() + "\n")
-    if html is not None:
-        replace_text(html, page.page(study, points))
+    _write(study, out, html, points)
     if as_json:
         more = {} if rehearsal is None else {"rehearsal": dataclasses.asdict(rehearsal)}
         print(json.dumps(summary.as_json(study) | more, indent=2))
     else:
         print(summary.text(study), *([] if rehearsal is None else ["", rehearsal]), sep="\n")
+
+
+def _write(study: Study, out: Path | None, html: Path | None, points: Any = None) -> None:
+    """Write a study's plan and its page, where files are named."""
+    from trueshard.planner.report import page
+
+    if out is not None:
+        replace_text(out, study.plan.to_json() + "\n")
+    if html is not None:
+        replace_text(html, page.page(study, points))
 
 
 def _status(line: str) -> Any:
@@ -320,7 +327,6 @@ _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "ou
 def _show_advice(typed: typer.Context, framework: str, model: str) -> None:
     """Print forecasts of another framework's configuration, as it is and at best; write the best plan's files."""
     from trueshard.convert.planning import advise
-    from trueshard.planner.report import page
 
     params = typed.params
     _refuse_others(typed, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
@@ -328,10 +334,7 @@ def _show_advice(typed: typer.Context, framework: str, model: str) -> None:
     path = Path(params["model"])
     with _status(f"Building {path} on fake tensors") as status:
         advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **instead})
-    if params["out"] is not None:
-        replace_text(params["out"], advice.best.plan.to_json() + "\n")
-    if params["html"] is not None:
-        replace_text(params["html"], page.page(advice.best))
+    _write(advice.best, params["out"], params["html"])
     print(json.dumps(advice.as_json(), indent=2) if params["as_json"] else advice)
 
 
@@ -341,11 +344,11 @@ def _is_typed(typed: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_others(typed: typer.Context, allowed: tuple[str, ...], what: str) -> None:
+def _refuse_others(typed: typer.Context, allowed: tuple[str, ...], what: str, hint: str = "") -> None:
     """Raise UserError for an option on the command line that is not among the parameters ``allowed``."""
     for parameter in typed.command.params:
         if parameter.name not in allowed and _is_typed(typed, parameter.name or ""):
-            raise UserError(f"{parameter.opts[0]} does not go with {what}, which says it")
+            raise UserError(f"{parameter.opts[0]} does not go with {what}, which says it{hint}")
 
 
 def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
@@ -359,10 +362,7 @@ def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
             "--sliders plans a model alone at other ranks, lengths and microbatches; of a training configuration, plan "
             "each with --ranks and --set"
         )
-    try:
-        _refuse_others(typed, _OF_TRAINING, "a training configuration")
-    except UserError as error:
-        raise UserError(f"{error}; use --set") from None
+    _refuse_others(typed, _OF_TRAINING, "a training configuration", "; use --set")
     config = load_config(Path(params["model"]), overrides)
     return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
 

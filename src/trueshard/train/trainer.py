@@ -235,7 +235,9 @@ class Trainer:
         self.batches += self.accumulate
         waited = time.perf_counter() - began
         count = self._count(microbatches)
-        tokens = sum(self._tokens_of(batch) for batch in microbatches) if self._is_counted else 0
+        tokens = (
+            sum(self._tokens_of(batch) for batch in microbatches) if self._leads_context and self._leads_tensor else 0
+        )
         mean = token_mean(self.model, count)
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(microbatches, start=1):
@@ -428,11 +430,6 @@ class Trainer:
     def _count(self, batches: Sequence[Any]) -> int:
         """Return the number of terms of whole batches, on one of the ranks that share their sequences; else 0."""
         return sum(self.loss.count(batch) for batch in batches) if self._leads_context else 0
-
-    @property
-    def _is_counted(self) -> bool:
-        """True on one of the ranks that read the same samples."""
-        return self._leads_context and self._leads_tensor
 
     def _local(self, batch: Any) -> Any:
         """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""

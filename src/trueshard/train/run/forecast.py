@@ -58,7 +58,6 @@ from trueshard.train.rl.policy import PolicyLoss, policy_loss
 from trueshard.train.run import resuming
 from trueshard.train.run.checks import check_settings, count_samples, process_count, steps_of_epochs
 
-COPY, REFERENCE = "rollout copy", "reference"
 SERVER_PAYS = 0.6
 """Part of a step from which on generating is worth a server of its own."""
 
@@ -346,8 +345,8 @@ def rollout_copy(config: Config, settings: Any, device: Hardware, ranks: int) ->
 
 def _beside(config: Config, settings: Any, copy: str | None) -> tuple[tuple[str, int | None], ...]:
     """Return what stays on each rank beside model and optimizer, for `Request`."""
-    reference = ((REFERENCE, None),) if _has_reference(config) else ()
-    return (*reference, *(((COPY, copy_bytes(config, settings)),) if copy == "gathered" else ()))
+    reference = (("reference", None),) if _has_reference(config) else ()
+    return (*reference, *((("rollout copy", copy_bytes(config, settings)),) if copy == "gathered" else ()))
 
 
 # Reinforcement learning: generating
@@ -544,7 +543,7 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     ranks = process_count(nproc, 1) if hardware is None or nproc is None else nproc
     with refused():
         named = None if hardware is None else catalogue.hardware(hardware)
-    config = resuming.tightened(config, ranks)
+    config = resuming.resolved(config, ranks)
     settings, samples = check_settings(config, ranks), count_samples(config)
     here = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     node = ranks if named is None else min(ranks, named.ranks_per_node)

@@ -110,8 +110,6 @@ def work(
         end = _run(worker, locks)
         if end.shortage is not None:  # only here: while the error is handled, its frames keep their tensors
             end = _out_of_memory(worker, end.shortage)
-    if end.hold_back and worker.stop.signalled:  # whoever ends the others knows why already
-        os._exit(end.code)
     _leave(worker, end)
 
 
@@ -249,6 +247,8 @@ def _leave(worker: _Worker, end: _End) -> NoReturn:
     library. If starting again would come to the same, end the torchrun that would do it, too.
     """
     if end.hold_back:
+        if worker.stop.signalled:  # whoever ends the others knows why already
+            os._exit(end.code)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(end.code))
         time.sleep(HOLD_BACK)
     if end.message:
