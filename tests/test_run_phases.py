@@ -22,7 +22,8 @@ from trueshard.options import Options
 from trueshard.planner.simulation.simulate import Simulation, run_step
 from trueshard.planner.workload import Workload
 from trueshard.sharding import engine
-from trueshard.train.run.forecast import evaluation_pass
+from trueshard.train.parse import load_config
+from trueshard.train.run.forecast import evaluation_pass, plan
 
 SFT = Path("examples/sft.toml")
 
@@ -109,6 +110,18 @@ def test_a_training_configuration_has_evaluation_and_saving(capsys: pytest.Captu
     assert (evaluation["every"], saving["every"]) == (5, 7)
     assert min(each["seconds"] for each in told["phases"]) > 0
     assert any("Of the phases, step needs the most memory" in each for each in told["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batches"), [((), (4, 2)), (("train.microbatch=2", "train.accumulate=1"), (2, 4))]
+)
+def test_ranks_that_share_matrices_have_the_samples_of_one(
+    overrides: tuple[str, ...], batches: tuple[int, int]
+) -> None:
+    study = plan(load_config(Path("examples/tensor.toml"), overrides), "h100", 4)
+    assert (study.forecast.microbatch, study.forecast.accumulation) == batches
+    _, evaluation, _ = study.phases
+    assert evaluation.notes[0] == f"{32 // 2 // batches[0]} × {batches[0]}"
 
 
 @pytest.mark.rest

@@ -268,18 +268,17 @@ def _in_toml(name: str, annotation: Any = None) -> Any:
     return annotation
 
 
-def _option_keys() -> type[Section]:
-    """Return a section with a key for each option of ``shard()``."""
-    fields: dict[str, Any] = {
-        name: (_in_toml(name), Field(FIELDS[name].default, description=FIELDS[name].metadata["help"])) for name in NAMES
-    }
-    return create_model("OptionKeys", __base__=Section, **fields)
-
-
 if TYPE_CHECKING:
     _OptionKeys = Section  # so that everything reads them through ``ShardSection.options()``, whose types are known
 else:
-    _OptionKeys = _option_keys()
+    _OptionKeys = create_model(
+        "OptionKeys",
+        __base__=Section,
+        **{
+            name: (_in_toml(name), Field(FIELDS[name].default, description=FIELDS[name].metadata["help"]))
+            for name in NAMES
+        },
+    )
 
 
 class ShardSection(_OptionKeys):

@@ -84,18 +84,25 @@ def study(
     def model() -> nn.Module:
         return empty(config, settings)
 
-    model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
+    def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # for preferences it stands for that of pairs
+        return loss_sum(model, batch) / batch["targets"].numel()
+
     train, rl, batch = config.train, config.rl, _batch_function(config)
+    loss_sum = CausalLoss(train.whole_logits)
+    model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
     loss: Callable[[nn.Module, Any], torch.Tensor] | None
     score: Callable[[nn.Module, Any], Any] | None
     if rl is not None:
         loss, score = policy_functions(config)
     else:
-        loss = None if batch is None else _training_loss(config)
+        loss = None if batch is None else mean_loss
         score = None if config.evaluation is None else evaluation_pass(loss or model_loss)
     try:
-        hardware = device if isinstance(device, Hardware) else _hardware_here(device, ranks_per_node)
+        hardware = device if isinstance(device, Hardware) else catalogue.hardware_here(device)
+        if isinstance(device, torch.device) and device.type == "cpu":  # the catalogue cannot know what a rank may have
+            hardware = dataclasses.replace(hardware, memory_bytes=memory_of_process(ranks_per_node))
         copy = rollout_copy(config, settings, hardware, ranks)
+        readers = config.shard.readers(ranks)  # ranks that share matrices or sequences have the same samples
         request = Request(
             model=model,
             hardware=hardware,
@@ -104,8 +111,8 @@ def study(
             ranks_per_node=min(ranks_per_node, ranks),
             replicate=config.shard.replicate,
             sequence=train.sequence_length,
-            microbatch=train.microbatch or -(-train.batch_size // train.accumulate // ranks) or 1,
-            accumulation=train.accumulation(ranks),
+            microbatch=train.microbatch or -(-train.batch_size // train.accumulate // readers) or 1,
+            accumulation=train.accumulation(readers),
             optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
             loss=loss,
             score=score,
@@ -141,14 +148,6 @@ def study(
     )
 
 
-def _hardware_here(device: torch.device, local_ranks: int) -> Hardware:
-    """Return the catalogue's entry for this device; of a CPU, with the memory of one rank."""
-    result = catalogue.hardware_here(device)
-    if device.type == "cpu":
-        return dataclasses.replace(result, memory_bytes=memory_of_process(local_ranks))
-    return result
-
-
 def _batch_function(config: Config) -> Callable[[int, int], Batch] | None:
     """Return what makes batches like the data's, of full length; None for images, which the planner makes itself."""
     data = config.data
@@ -168,12 +167,6 @@ def _batch_function(config: Config) -> Callable[[int, int], Batch] | None:
         return result
 
     return batch
-
-
-def _training_loss(config: Config) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Return the mean loss of a microbatch; for preferences it stands for that of pairs."""
-    loss_sum = CausalLoss(config.train.whole_logits)
-    return lambda model, batch: loss_sum(model, batch) / batch["targets"].numel()
 
 
 def _advice(phases: tuple[StepPhase, ...], budget: int) -> str:
@@ -226,7 +219,7 @@ def _training_phases(config: Config, study: Study, hardware: Hardware) -> tuple[
         live, seconds = _score_cost(study, hardware)
         count, note = 1, "a microbatch; there are as many as the data give"
         if samples is not None:
-            count = math.ceil(samples / (forecast.ranks * forecast.microbatch))
+            count = math.ceil(samples / (config.shard.readers(forecast.ranks) * forecast.microbatch))
             note = f"{count:,} × {forecast.microbatch}"
         notes: tuple[str, ...] = (note, f"every {every:,} steps")
         phases.append(StepPhase("evaluation", live, count * seconds, {"pass": live - stays}, notes, every))
@@ -566,7 +559,7 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
         named = catalogue.hardware(hardware)
     quiet_transformers()
     section = config.model
-    if section.path is not None:
+    if section.path is not None:  # of which the planner needs neither weights nor tokenizer
         bare = section.model_copy(update={"path": None, "config": str(section.place()), "revision": None})
         config = config.model_copy(update={"model": bare})
     settings = architecture(config, config.tokenizer.vocab_size or 0) if section.architecture is None else None
