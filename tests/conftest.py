@@ -99,9 +99,12 @@ def sizes(request: pytest.FixtureRequest, pool: Pool) -> list[Ranks]:
     return [Ranks(request.param, pool)]
 
 
-@pytest.fixture(scope="session")
-def ranks1(pool: Pool) -> Ranks:
-    return Ranks(1, pool)
+def ranks_of(count: int) -> Any:
+    """The fixture ``ranks2`` and its kin: so many processes of the pool."""
+    return pytest.fixture(scope="session", name=f"ranks{count}")(lambda pool: Ranks(count, pool))
+
+
+ranks1, ranks2, ranks3, ranks4 = map(ranks_of, (1, 2, 3, 4))
 
 
 @pytest.fixture(scope="session")
@@ -110,24 +113,9 @@ def alone(ranks1: Ranks) -> Ranks:
     return ranks1
 
 
-@pytest.fixture(scope="session")
-def ranks2(pool: Pool) -> Ranks:
-    return Ranks(2, pool)
-
-
 @pytest.fixture
 def fresh2() -> Iterator[Ranks]:
     """Two processes in which no other test ran, whose models could still be there."""
     workers = Pool()
     yield Ranks(2, workers)
     workers.close()
-
-
-@pytest.fixture(scope="session")
-def ranks3(pool: Pool) -> Ranks:
-    return Ranks(3, pool)
-
-
-@pytest.fixture(scope="session")
-def ranks4(pool: Pool) -> Ranks:
-    return Ranks(4, pool)

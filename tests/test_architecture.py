@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import trueshard
 from architecture_floors import FLOORS
 from trueshard.parallel.tp_styles import STYLES
@@ -37,6 +35,12 @@ FILES = {module_of(file): file for file in sorted(SOURCE.rglob("*.py"))}
 @functools.cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    """Every node of a file, in the order of ``ast.walk``."""
+    return list(ast.walk(parsed(file)))
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -76,12 +80,13 @@ def test_every_file_has_its_floor() -> None:
     assert {name.partition(".")[0] for name in FILES} == set(FLOOR)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_run_downwards(name: str) -> None:
-    own = name.partition(".")[0]
-    for other in imported(FILES[name]):
-        target = other.partition(".")[0]
-        assert target == own or FLOOR[target] < FLOOR[own], f"{name} imports {other}, which stands above or beside it"
+def test_imports_run_downwards() -> None:
+    upwards = []
+    for name, file in FILES.items():
+        own = name.partition(".")[0]
+        targets = [(other, other.partition(".")[0]) for other in imported(file)]
+        upwards += [f"{name}: {other}" for other, target in targets if target != own and FLOOR[target] >= FLOOR[own]]
+    assert upwards == [], "imports of what stands above or beside a file"
 
 
 def test_no_file_imports_itself_by_a_detour() -> None:
@@ -94,7 +99,7 @@ def test_fully_shard_is_called_in_one_file() -> None:
     callers = {
         name
         for name, file in FILES.items()
-        for node in ast.walk(parsed(file))
+        for node in nodes(file)
         if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "fully_shard"
     }
     assert callers == {"sharding.apply"}
@@ -103,7 +108,7 @@ def test_fully_shard_is_called_in_one_file() -> None:
 def test_private_modules_of_torch_are_imported_in_one_package() -> None:
     users = set()
     for name, file in FILES.items():
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(m.startswith("torch.") and "._" in m for m in modules):
@@ -193,10 +198,9 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, value.value.strip()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_docstrings_begin_with_a_verb_or_a_subject(name: str) -> None:
-    lines = [f"{line}: {text[:60]}" for line, text in docstrings(parsed(FILES[name])) if REFERRING.match(text)]
-    assert lines == []
+def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
+    texts = [(name, *found) for name, file in FILES.items() for found in docstrings(parsed(file))]
+    assert [f"{name}:{line}: {text[:60]}" for name, line, text in texts if REFERRING.match(text)] == []
 
 
 #: Files that say what words mean; other code asks them. `convert` reads the words of other frameworks.
@@ -204,13 +208,17 @@ TABLES = {"options", "plans", "model.policies", "parallel.tp_styles"}
 WORDS = {*STYLES, "always", "never", "last_layer", "bf16", "fp16"} - {"replicate", "all_reduce"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FILES if name not in TABLES and "convert" not in name))
-def test_words_of_styles_resharding_and_precision_are_compared_in_their_tables_alone(name: str) -> None:
-    compared = [node for node in ast.walk(parsed(FILES[name])) if isinstance(node, ast.Compare)]
-    sides = [(node, side) for node in compared for side in (node.left, *node.comparators)]
-    constants = [(node, inner) for node, side in sides for inner in ast.walk(side) if isinstance(inner, ast.Constant)]
-    found = [ast.unparse(node) for node, inner in constants if isinstance(inner.value, str) and inner.value in WORDS]
-    assert found == []
+def test_words_of_styles_resharding_and_precision_are_compared_in_their_tables_alone() -> None:
+    others = {name: file for name, file in FILES.items() if name not in TABLES and "convert" not in name}
+    compared = [(name, node) for name, file in others.items() for node in nodes(file) if isinstance(node, ast.Compare)]
+    sides = [(name, node, side) for name, node in compared for side in (node.left, *node.comparators)]
+    constants = {
+        f"{name}: {ast.unparse(node)}"
+        for name, node, side in sides
+        for inner in ast.walk(side)
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str) and inner.value in WORDS
+    }
+    assert constants == set()
 
 
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.
@@ -225,7 +233,7 @@ def test_the_library_logs_and_does_not_print() -> None:
     printing = {
         name
         for name, file in FILES.items()
-        for node in ast.walk(parsed(file))
+        for node in nodes(file)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "sys.stdout.write", "sys.stderr.write")
     }
     assert {name for name in printing if not name.startswith("cli")} == TERMINAL
