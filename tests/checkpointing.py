@@ -295,6 +295,17 @@ def hub_model(name: str) -> Any:
     return model
 
 
+def tokenizer() -> Any:
+    """A tokenizer of five words: "to" is 3, "shard" is 4."""
+    import tokenizers
+    import transformers
+
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "to", "shard"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
+
+
 @torch.no_grad()
 def logits(model: nn.Module, name: str) -> torch.Tensor:
     return model.eval()(**CASES[name.removeprefix("tied_")].batch(4, 7)).logits

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -265,57 +266,27 @@ def test_a_call_on_one_rank_alone_ends_in_an_error(caller: int, call: str, tmp_p
     assert not (tmp_path / "alone").exists()
 
 
-DIFFERENT = (
-    "save: path",
-    "save: no model",
-    "save: no optimizer",
-    "save: no optimizer, which has no state",
-    "save: another optimizer",
-    "save: entries",
-    "save: an entry's shape",
-    "save: an entry's dtype",
-    "save: what cannot be saved",
-    "save: model",
-    "load: path",
-    "load: no optimizer",
-    "load: no model",
-    "load: model",
-    "load: verify",
-    "load: strict",
-    "load: entries",
-)
-
-
-def _differing(rank: int, folder: str, model: Any, optimizer: Any) -> dict[str, Callable[[], Any]]:
-    """Calls whose arguments depend on the rank."""
-    other, first = Stack(depth=1 + rank), rank == 0
-    path, whole = Path(folder, "new"), Path(folder, "whole")
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    both: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    new = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
-    return {
-        "save: path": lambda: trueshard.save(Path(folder, f"new{rank}"), **both),
-        "save: no model": lambda: trueshard.save(path, **(both if first else {"more": 1})),
-        "save: no optimizer": lambda: trueshard.save(path, model=model, optimizer=optimizer if first else None),
-        "save: no optimizer, which has no state": lambda: trueshard.save(
-            path, model=model, optimizer=new[0] if first else None
-        ),
-        "save: another optimizer": lambda: trueshard.save(path, model=model, optimizer=new[rank]),
-        "save: entries": lambda: trueshard.save(path, **both, **{f"entry{rank}": 1}),
-        "save: an entry's shape": lambda: trueshard.save(path, **both, entry=torch.zeros(2 + rank)),
-        "save: an entry's dtype": lambda: trueshard.save(
-            path, **both, entry=torch.zeros(2).to([None, torch.half][rank])
-        ),
-        "save: what cannot be saved": lambda: trueshard.save(path, **both, entry=1 if first else object()),
-        "save: model": lambda: trueshard.save(path, model=other),
-        "load: path": lambda: trueshard.load(whole if first else Path(folder, "other"), **both),
-        "load: no optimizer": lambda: trueshard.load(whole, model=model, optimizer=optimizer if first else None),
-        "load: no model": lambda: trueshard.load(whole, model=model if first else None),
-        "load: model": lambda: trueshard.load(whole, model=other),
-        "load: verify": lambda: trueshard.load(whole, **both, verify=first),
-        "load: strict": lambda: trueshard.load(whole, **both, strict=first),
-        "load: entries": lambda: trueshard.load(whole, **({"schedule": schedule} if first else {})),
-    }
+DIFFERENT: dict[str, Callable[[SimpleNamespace], object]] = {
+    "save: path": lambda c: c.save(f"new{c.rank}", **c.both),
+    "save: no model": lambda c: c.save(**(c.first(**c.both) or {"more": 1})),
+    "save: no optimizer": lambda c: c.save(model=c.model, **c.first(optimizer=c.optimizer)),
+    "save: no optimizer, which has no state": lambda c: c.save(model=c.model, **c.first(optimizer=c.new[0])),
+    "save: another optimizer": lambda c: c.save(model=c.model, optimizer=c.new[c.rank]),
+    "save: entries": lambda c: c.save(**c.both, **{f"entry{c.rank}": 1}),
+    "save: an entry's shape": lambda c: c.save(**c.both, entry=torch.zeros(2 + c.rank)),
+    "save: an entry's dtype": lambda c: c.save(**c.both, entry=torch.zeros(2).to([None, torch.half][c.rank])),
+    "save: what cannot be saved": lambda c: c.save(**c.both, entry=object() if c.rank else 1),
+    "save: model": lambda c: c.save(model=Stack(depth=1 + c.rank)),
+    "load: path": lambda c: c.load(["whole", "other"][c.rank], **c.both),
+    "load: no optimizer": lambda c: c.load(model=c.model, **c.first(optimizer=c.optimizer)),
+    "load: no model": lambda c: c.load(**c.first(model=c.model)),
+    "load: model": lambda c: c.load(model=Stack(depth=1 + c.rank)),
+    "load: verify": lambda c: c.load(**c.both, verify=not c.rank),
+    "load: strict": lambda c: c.load(**c.both, strict=not c.rank),
+    "load: entries": lambda c: c.load(**c.first(schedule=c.schedule)),
+}
+"""Calls whose arguments depend on the rank; ``first``: words that only rank 0 says."""
+SOME = tuple(DIFFERENT)[::4]
 
 
 def differing(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -327,10 +298,21 @@ def differing(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -
         trueshard.save(Path(folder, path), model=model, optimizer=optimizer, schedule=schedule)
     step(model, optimizer, rank, world_size)
     kept = everything(model, optimizer)
+    caller = SimpleNamespace(
+        rank=rank,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        both={"model": model, "optimizer": optimizer},
+        new=[torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())],
+        first=lambda **words: {} if rank else words,
+        save=lambda name="new", **words: trueshard.save(Path(folder, name), **words),
+        load=lambda name="whole", **words: trueshard.load(Path(folder, name), **words),
+    )
     errors = dict.fromkeys(names, "nothing")
     for name in names:
         try:
-            _differing(rank, folder, model, optimizer)[name]()
+            DIFFERENT[name](caller)
         except Exception as caught:
             errors[name] = f"{type(caught).__name__}: {caught}"
         dist.barrier()
@@ -341,8 +323,8 @@ def differing(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(DIFFERENT[::4], id="some"),
-        pytest.param(tuple(n for n in DIFFERENT if n not in DIFFERENT[::4]), id="others", marks=pytest.mark.rest),
+        pytest.param(SOME, id="some"),
+        pytest.param(tuple(name for name in DIFFERENT if name not in SOME), id="others", marks=pytest.mark.rest),
     ],
 )
 def test_different_arguments_on_different_ranks_are_an_error_on_every_rank(

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import trueshard
+from checkpointing import hub_model, tokenizer
 from messages import naming
 from models import CASES
 from parity import Ranks, assert_same
@@ -37,37 +38,8 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-def llama(tie: bool = True) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=48,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tie,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def tokenizer() -> Any:
-    import tokenizers
-    import transformers
-
-    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "to", "shard"])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
-
-
 def save_llama(rank: int, world_size: int, path: str) -> dict[str, torch.Tensor]:
-    model = llama()
+    model = hub_model("tied_llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trueshard.shard(model, optimizer)
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -228,8 +200,9 @@ def test_merged_is_what_peft_itself_merges(adapted: tuple[Any, Path], tmp_path: 
 def test_several_adapters(tmp_path: Path) -> None:
     import peft
 
-    base = llama()
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        hub_model("tied_llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["v_proj"], task_type="CAUSAL_LM"))
     for parameter in (p for name, p in model.named_parameters() if "lora" in name):
         nn.init.normal_(parameter)
@@ -254,7 +227,9 @@ def test_adapters_of_embeddings(tmp_path: Path, tie: bool) -> None:
     import peft
 
     options = {"r": 2, "target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": tie}
-    model = peft.get_peft_model(llama(tie), peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    model = peft.get_peft_model(
+        hub_model("tied_llama" if tie else "llama"), peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    )
     model, path = _adapted(model, tmp_path)
     model.save_pretrained(tmp_path / "peft")
     trueshard.export(path, tmp_path / "out", to="adapter")
@@ -312,7 +287,7 @@ def test_dcp_is_read_by_torch_and_by_ourselves(ranks2: Ranks, towers: Path, tmp_
 
 
 def test_one_of_several_models(tmp_path: Path) -> None:
-    actor, critic = llama(), Tower()
+    actor, critic = hub_model("tied_llama"), Tower()
     trueshard.save(tmp_path / "saved", model={"actor": actor, "critic": critic})
     with pytest.raises(ValueError, match=naming("actor, critic", "model=")):
         trueshard.export(tmp_path / "saved", tmp_path / "out")

@@ -40,7 +40,6 @@ from trueshard.checkpoint.format import (
     dtype_of,
     floating_dtype,
     join,
-    located,
     make_header,
 )
 from trueshard.checkpoint.materialise import materialise, uncomputable
@@ -258,26 +257,25 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
 
 def _write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None) -> None:
     """Write the model as ``model.<name>`` and optimizers as ``optimizer.state.<name>.<key>``, as torch names them."""
-    catalogue = source.catalogue
-    key_of: dict[str, str] = {}
+    manifest, planner = source.catalogue.manifest, _FromFiles(source)
     content: dict[str, Any] = {"model": {}}
     for key, entry in source.converted(dtype).items():
-        for name in entry.names if catalogue.manifest is not None else [source.name(key)]:
-            content["model"][name] = entry.empty("meta")
-            key_of[f"model.{name}"] = key
-    if catalogue.manifest is not None and not source.folder:
-        for prefix, record in catalogue.manifest.optimizers.items():
-            saved = _optimizer_content(catalogue, prefix.replace("/", "."), record, key_of)
-            if "/" in prefix:
-                content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
-            else:
-                content["optimizer"] = saved
+        for name in entry.names if manifest is not None else [source.name(key)]:
+            content["model"][name] = planner.stand_in(key, entry)
+    for prefix, record in (manifest.optimizers if manifest is not None and not source.folder else {}).items():
+        state = {name: value for name, value in record["state"].items() if not name.startswith("@")}
+        groups = [{"params": group["params"], **planner.value(group["settings"])} for group in record["groups"]]
+        saved = {"state": {name: planner.value(value) for name, value in state.items()}, "param_groups": groups}
+        if "/" in prefix:
+            content.setdefault("optimizer", {})[prefix.partition("/")[2]] = saved
+        else:
+            content["optimizer"] = saved
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no other process takes part
         try:
             # Nothing is copied ahead: a tensor's memory is freed when the next is read.
             writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
-            dcp.save(content, storage_writer=writer, planner=_FromFiles(source, key_of), no_dist=True)
+            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)
         except dcp.CheckpointException as failed:  # a BaseException
             raise next(iter(failed.failures.values()))[0] from None
 
@@ -285,37 +283,33 @@ def _write_dcp(source: ExportSource, directory: Path, dtype: torch.dtype | None)
 class _FromFiles(dcp.DefaultSavePlanner):
     """Reads a tensor when it is to be written, and frees it before the next, since torch's writer keeps them all."""
 
-    def __init__(self, source: ExportSource, key_of: Mapping[str, str]) -> None:
+    def __init__(self, source: ExportSource) -> None:
         super().__init__()
-        self._source, self._key_of = source, key_of
+        self._source = source
+        self._key_of: dict[int, str] = {}
+        """``id`` of a stand-in, which the content to save keeps alive → the key of its tensor."""
         self._before: torch.Tensor | None = None
+        """The tensor that was written last."""
 
-    def resolve_data(self, write_item: Any) -> Any:
-        key = self._key_of.get(write_item.index.fqn)
-        if key is None:
-            return super().resolve_data(write_item)
+    def stand_in(self, key: str, entry: TensorEntry) -> torch.Tensor:
+        """Return a meta tensor that is saved as the tensor of ``key`` in the dtype of ``entry``."""
+        tensor = entry.empty("meta")
+        self._key_of[id(tensor)] = key
+        return tensor
+
+    def value(self, saved: Any) -> Any:
+        """Rebuild a value of the manifest, with stand-ins for its tensors."""
+        return join(saved, lambda key: self.stand_in(key, self._source.catalogue.entries[key]))
+
+    def lookup_object(self, index: Any) -> Any:
+        saved = super().lookup_object(index)
+        if (key := self._key_of.get(id(saved))) is None:
+            return saved
         if self._before is not None:
             self._before.untyped_storage().resize_(0)
         self._source.check(key)
-        self._before = self._source.catalogue.full_tensor(key).to(write_item.tensor_data.properties.dtype)
+        self._before = self._source.catalogue.full_tensor(key).to(saved.dtype)
         return self._before
-
-
-def _optimizer_content(catalogue: Catalogue, root: str, record: Any, key_of: dict[str, str]) -> dict[str, Any]:
-    """Return an optimizer as ``get_optimizer_state_dict`` does, with meta tensors; add their keys to ``key_of``."""
-
-    def on_meta(value: Any, *where: Any) -> Any:
-        for path, key in located(value):
-            key_of[".".join(map(str, (root, *where, *path)))] = key
-        return join(value, lambda key: catalogue.entries[key].empty("meta"))
-
-    states = record["state"].items()
-    groups = [
-        {"params": group["params"], **on_meta(group["settings"], "param_groups", g)}
-        for g, group in enumerate(record["groups"])
-    ]
-    shown = {name: on_meta(value, "state", name) for name, value in states if not name.startswith("@")}
-    return {"state": shown, "param_groups": groups}
 
 
 # PEFT models are built again from their configurations, on the meta device. Their tensors are maps of the checkpoint's
