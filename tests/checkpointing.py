@@ -220,10 +220,10 @@ def go_on(setup: Setup, model: Any, optimizer: Any, rank: int, world_size: int, 
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    known: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known.setdefault(id(parameter), []).append(name)
-    return [names for names in known.values() if len(names) > 1]
+        names_of.setdefault(id(parameter), []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]
 
 
 def everything(model: Any, optimizer: Any = None) -> dict[str, Any]:
@@ -248,11 +248,11 @@ def everything(model: Any, optimizer: Any = None) -> dict[str, Any]:
         ]
         state = {name_of[id(p)]: each.state[p] for g in each.param_groups for p in g["params"] if each.state.get(p)}
         report[f"optimizer {key}"] = {"groups": groups, "state": state}
-    told = whole_of_all(report)
-    mine = told[dist.get_rank() if dist.is_initialized() else 0]
+    states = whole_of_all(report)
+    mine = states[dist.get_rank() if dist.is_initialized() else 0]
     for key in mine:
         if key.startswith("optimizer"):  # what is updated by its owner, only its owner has
-            state = {name: entries for theirs in told for name, entries in theirs[key]["state"].items()}
+            state = {name: entries for theirs in states for name, entries in theirs[key]["state"].items()}
             state |= mine[key]["state"]
             mine[key]["state"] = {name: dict(sorted(state[name].items())) for name in sorted(state)}
     return mine

@@ -90,8 +90,8 @@ def test_saving_changes_nothing_in_the_training_that_follows(
     ranks = {1: alone, 2: ranks2, 3: ranks3}[count]
     expected = ranks.run(interrupted, str(tmp_path), name, "not")
     for how in ("waiting", "behind"):
-        for found, wanted in zip(ranks.run(interrupted, str(tmp_path), name, how), expected, strict=True):
-            assert_same(found, wanted)
+        for result, reference in zip(ranks.run(interrupted, str(tmp_path), name, how), expected, strict=True):
+            assert_same(result, reference)
 
 
 # In the background
@@ -115,10 +115,10 @@ def behind(rank: int, world_size: int, folder: str) -> None:
     second.wait()
     assert second.done
     for name, state in (("first", kept), ("second", later)):
-        found = trueshard.load(Path(folder, name), model=model, optimizer=optimizer)
+        result = trueshard.load(Path(folder, name), model=model, optimizer=optimizer)
         assert_same(everything(model, optimizer), state)
         if name == "first":
-            assert_same(dict(found), {"ballast": torch.zeros(4 << 20), "step": 1})
+            assert_same(dict(result), {"ballast": torch.zeros(4 << 20), "step": 1})
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -181,16 +181,16 @@ def again_and_again(rank: int, world_size: int, folder: str, wait: bool) -> list
     step(model, optimizer, rank, world_size)
     with gloo_lets_go():
         trueshard.save(Path(folder, "first"), model=model, optimizer=optimizer, wait=True)
-        found, kept = [held_now()], []
+        result, kept = [held_now()], []
         for number in range(4):
             path = Path(folder, f"{number}")
             kept.append(trueshard.save(path, model=model, optimizer=optimizer, wait=wait))
             if (saving := kept[-1]) is not None:
                 saving.wait()
-            found.append(held_now())
+            result.append(held_now())
             trueshard.load(path, model=model, optimizer=optimizer)
-            found.append(held_now())
-    return found
+            result.append(held_now())
+    return result
 
 
 @pytest.mark.parametrize("wait", all_but([False], [True, False]), ids=["waiting", "behind"])
@@ -384,13 +384,13 @@ def entries(rank: int, world_size: int, folder: str) -> None:
     trueshard.save(Path(folder, "one"), model=model, optimizer=optimizer, **mine)
     drawn = draw()
     schedule.step()
-    found = trueshard.load(Path(folder, "one"), schedule=schedule, rng=False)
+    result = trueshard.load(Path(folder, "one"), schedule=schedule, rng=False)
     other = draw()
     assert not torch.equal(other["torch"], drawn["torch"])
     assert not {other["random"], other["numpy"]} & {drawn["random"], drawn["numpy"]}
     assert schedule.last_epoch == 1
     expected = {key: value for key, value in mine.items() if key != "schedule"}
-    assert_same(dict(found), expected | {"cut": {"weight": model.first.weight.full_tensor()}})
+    assert_same(dict(result), expected | {"cut": {"weight": model.first.weight.full_tensor()}})
     trueshard.load(Path(folder, "one"), model=model)
     assert_same(draw(), drawn)
 
@@ -416,16 +416,16 @@ def kept(rank: int, world_size: int, folder: str, wait: bool) -> list[Any]:
     Path(folder, f"step-0000001{rank}").mkdir()  # somebody's empty directory
     latest, best = every.latest(), every.best()
     assert latest == trueshard.latest(folder) == Path(folder, "step-00000008")
-    found = trueshard.load(latest, model=model, optimizer=optimizer)
-    assert found["progress"]["step"] == 8
+    result = trueshard.load(latest, model=model, optimizer=optimizer)
+    assert result["progress"]["step"] == 8
     assert best is not None
     return [every.steps(), best.name]
 
 
 @pytest.mark.parametrize("wait", all_but([False], [True, False]))
 def test_the_last_the_best_and_every_fourth_are_kept(wait: bool, tmp_path: Path, ranks2: Ranks) -> None:
-    for found in ranks2.run(kept, str(tmp_path), wait):
-        assert found == [[0, 2, 4, 7, 8], "step-00000002"]
+    for result in ranks2.run(kept, str(tmp_path), wait):
+        assert result == [[0, 2, 4, 7, 8], "step-00000002"]
 
 
 def test_words_of_retention_are_checked(tmp_path: Path) -> None:

@@ -149,17 +149,19 @@ def _adapted(model: Any, folder: Path) -> tuple[Any, Path]:
     return model, folder / "saved"
 
 
-def same_adapter(found: Path, expected: Path, saved: Path) -> None:
+def same_adapter(result: Path, expected: Path, saved: Path) -> None:
     """The files of an adapter, as PEFT wrote them; a base that is nowhere else is in the checkpoint."""
     files = sorted(path.relative_to(expected) for path in expected.rglob("adapter_*"))
-    assert sorted(path.relative_to(found) for path in found.rglob("adapter_*")) == files
+    assert sorted(path.relative_to(result) for path in result.rglob("adapter_*")) == files
     for file in files:
         if file.suffix == ".json":
             config = _configuration(expected / file)
             config["base_model_name_or_path"] = config["base_model_name_or_path"] or str(saved / "base")
-            assert _configuration(found / file) == config
+            assert _configuration(result / file) == config
         else:
-            assert_same(dict(sorted(load_file(found / file).items())), dict(sorted(load_file(expected / file).items())))
+            assert_same(
+                dict(sorted(load_file(result / file).items())), dict(sorted(load_file(expected / file).items()))
+            )
 
 
 def _configuration(file: Path) -> dict[str, Any]:
@@ -189,12 +191,12 @@ def test_merged_is_what_peft_itself_merges(adapted: tuple[Any, Path], tmp_path: 
 
     merged = copy.deepcopy(model).merge_and_unload()
     trueshard.export(path, tmp_path / "out", to="merged")
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    assert_same(dict(found.state_dict()), dict(merged.state_dict()))
+    result = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert_same(dict(result.state_dict()), dict(merged.state_dict()))
     plain = tmp_path / "plain"
     plain.touch()
     assert {file.stat().st_mode for file in (tmp_path / "out").iterdir()} == {plain.stat().st_mode}
-    torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(result), logits(model), rtol=1e-4, atol=1e-5)
 
 
 def test_several_adapters(tmp_path: Path) -> None:
@@ -218,8 +220,8 @@ def test_several_adapters(tmp_path: Path) -> None:
     model.set_adapter("other")
     import transformers
 
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=1e-5)
+    result = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(result), logits(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -273,11 +275,11 @@ def test_dcp_is_read_by_torch_and_by_ourselves(ranks2: Ranks, towers: Path, tmp_
     expected, optimizer = built()
     trained(expected, optimizer)
     trueshard.export(towers, tmp_path / "out", to="dcp")
-    for found in ranks2.run(read_dcp, str(tmp_path / "out")):
-        assert_same(found["model"], held(expected)["model"])
+    for result in ranks2.run(read_dcp, str(tmp_path / "out")):
+        assert_same(result["model"], held(expected)["model"])
         whole = held(expected, optimizer)
-        assert_same({name: found["state"][name] for name in whole["state"]}, whole["state"])
-        assert_same(found["groups"], whole["groups"])
+        assert_same({name: result["state"][name] for name in whole["state"]}, whole["state"])
+        assert_same(result["groups"], whole["groups"])
     model, own = built(seed=1)
     trueshard.load(tmp_path / "out", model=model, optimizer=own, allow_pickle=True)
     assert_same(held(model, own), held(expected, optimizer))
@@ -294,8 +296,8 @@ def test_one_of_several_models(tmp_path: Path) -> None:
     trueshard.export(tmp_path / "saved", tmp_path / "actor", model="actor")
     import transformers
 
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
-    assert_same(dict(found.state_dict()), dict(actor.state_dict()))
+    result = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert_same(dict(result.state_dict()), dict(actor.state_dict()))
     trueshard.export(tmp_path / "saved", tmp_path / "critic", model="critic")
     assert {file.name for file in (tmp_path / "critic").iterdir()} == {"model.safetensors"}
     trueshard.export(tmp_path / "saved", tmp_path / "dcp", to="dcp", model="critic")
@@ -319,11 +321,11 @@ def test_a_damaged_tensor_is_not_exported_and_nothing_is_left(towers: Path, tmp_
 
 
 def test_inspect_says_what_was_saved(towers: Path) -> None:
-    found = trueshard.inspect(towers)
+    result = trueshard.inspect(towers)
     model, optimizer = built()
-    assert found.step == 2
-    assert (found.about["ranks"], found.about["torch"]) == (1, torch.__version__)
-    tensors = {tensor.key: tensor for tensor in found.tensors}
+    assert result.step == 2
+    assert (result.about["ranks"], result.about["torch"]) == (1, torch.__version__)
+    tensors = {tensor.key: tensor for tensor in result.tensors}
     tied = tensors["model/embed.weight"]
     assert (tied.names, tied.shape, tied.dtype, tied.bytes) == (
         ["embed.weight", "head.weight"],
@@ -333,15 +335,15 @@ def test_inspect_says_what_was_saved(towers: Path) -> None:
     )
     kinds = {name: tensors[f"model/{name}"].trainable for name in ("unused", "frozen.bias", "seen")}
     assert kinds == {"unused": True, "frozen.bias": False, "seen": None}
-    (one,) = found.optimizers
+    (one,) = result.optimizers
     assert one.kind == "torch.optim.adamw.AdamW"
     assert [(len(group.parameters), group.elements) for group in one.groups] == [(3, 15), (1, 78)]
     assert one.groups[0].settings == {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     assert (one.with_state, one.without_state) == (["norm.weight", "norm.bias", "embed.weight"], ["unused"])
-    assert found.more == {"progress": {"step": 2, "rate": 0.5}, "scale": "float32[3]"}
-    assert found.totals()["model"] == {"float32": sum(4 * p.numel() for p in model.parameters()) + 16}
-    assert json.loads(found.to_json())["optimizers"][0]["groups"][1]["parameters"] == ["embed.weight"]
-    lines = str(found).splitlines()
+    assert result.more == {"progress": {"step": 2, "rate": 0.5}, "scale": "float32[3]"}
+    assert result.totals()["model"] == {"float32": sum(4 * p.numel() for p in model.parameters()) + 16}
+    assert json.loads(result.to_json())["optimizers"][0]["groups"][1]["parameters"] == ["embed.weight"]
+    lines = str(result).splitlines()
     assert lines[0] == str(towers)
     assert any(line.split()[:4] == ["embed.weight", "=", "head.weight", "13×6"] for line in lines)
 
@@ -351,8 +353,8 @@ def test_inspect_of_others_files(checkpoint: tuple[Path, Any], tmp_path: Path) -
 
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint[0]).save_pretrained(tmp_path / "hf")
     for path in (tmp_path / "hf", tmp_path / "hf" / "model.safetensors"):
-        found = trueshard.inspect(path)
-        assert {tensor.key for tensor in found.tensors} == set(load_file(tmp_path / "hf" / "model.safetensors"))
+        result = trueshard.inspect(path)
+        assert {tensor.key for tensor in result.tensors} == set(load_file(tmp_path / "hf" / "model.safetensors"))
     same = trueshard.inspect(checkpoint[0], tmp_path / "hf")  # by bytes, for want of checksums
     assert (same.equal, same.added, same.changed_bytes) == (20, [], [])
     assert all(not key.startswith("model/") for key in same.removed)
@@ -370,17 +372,17 @@ def test_inspect_of_two_says_what_differs(towers: Path, tmp_path: Path) -> None:
     model.frozen.bias.requires_grad_(True)
     other = torch.optim.SGD([model.norm.bias, model.embed.weight], lr=0.3)
     trueshard.save(tmp_path / "other", model=model, optimizer=other, progress={"step": 5, "rate": 0.5})
-    found = trueshard.inspect(tmp_path / "same", tmp_path / "other")
-    assert found
-    assert found.added == ["model/more"]
-    assert "optimizer/norm.bias/exp_avg" in found.removed
-    assert found.changed_kind == {"model/norm.weight": ("float32[6]", "float32[2, 3]")}
-    assert [key for key in found.changed_bytes if key != "rng"] == ["model/norm.bias"]
-    assert found.settings["progress.step"] == (2, 5)
-    assert found.settings["optimizer: class"] == ("torch.optim.adamw.AdamW", "torch.optim.sgd.SGD")
-    assert found.settings["optimizer: group 0: lr"] == (0.02, 0.3)
-    assert found.settings["model/frozen.bias: trainable"] == (False, True)
-    assert "~ progress.step: 2 → 5" in str(found).splitlines()
+    result = trueshard.inspect(tmp_path / "same", tmp_path / "other")
+    assert result
+    assert result.added == ["model/more"]
+    assert "optimizer/norm.bias/exp_avg" in result.removed
+    assert result.changed_kind == {"model/norm.weight": ("float32[6]", "float32[2, 3]")}
+    assert [key for key in result.changed_bytes if key != "rng"] == ["model/norm.bias"]
+    assert result.settings["progress.step"] == (2, 5)
+    assert result.settings["optimizer: class"] == ("torch.optim.adamw.AdamW", "torch.optim.sgd.SGD")
+    assert result.settings["optimizer: group 0: lr"] == (0.02, 0.3)
+    assert result.settings["model/frozen.bias: trainable"] == (False, True)
+    assert "~ progress.step: 2 → 5" in str(result).splitlines()
     assert not trueshard.inspect(towers, towers)
     assert str(trueshard.inspect(towers, towers)).endswith("nothing differs")
 
@@ -429,9 +431,9 @@ def test_check_lists_what_is_damaged(towers: Path, tmp_path: Path, capsys: pytes
         data[-1] ^= 1
         (tmp_path / "bad" / name).write_bytes(data)
     assert main(["check", str(tmp_path / "bad")]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    lines = told.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
     assert [any(name in line for line in lines) for name in ("model.safetensors", "optimizer.safetensors")] == [
         True
     ] * 2

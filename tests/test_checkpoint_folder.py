@@ -45,9 +45,9 @@ def test_an_empty_directory_is_filled_and_another_is_not(tmp_path: Path) -> None
 
 def test_a_dict_is_filled_with_what_was_saved(tmp_path: Path) -> None:
     progress = {"old": True}
-    found = trueshard.load(saved(tmp_path / "one"), model=nn.Linear(4, 2), progress=progress)
+    result = trueshard.load(saved(tmp_path / "one"), model=nn.Linear(4, 2), progress=progress)
     assert progress == {"step": 1.0}
-    assert "progress" not in found
+    assert "progress" not in result
     trueshard.save(tmp_path / "two", model=nn.Linear(4, 2), progress=7)
     with pytest.raises(TypeError, match=naming("progress", "dict", "load()")):
         trueshard.load(tmp_path / "two", model=nn.Linear(4, 2), progress=progress)
@@ -91,13 +91,13 @@ def test_latest_is_a_link_to_what_was_written_last(tmp_path: Path) -> None:
 class Words:
     """A tokenizer that writes itself late."""
 
-    told = threading.Event()
+    released = threading.Event()
 
     def __init__(self) -> None:
         self.words = "before"
 
     def save_pretrained(self, folder: str) -> None:
-        assert self.told.wait(60)
+        assert self.released.wait(60)
         Path(folder, "words.txt").write_text(self.words)
 
 
@@ -105,7 +105,7 @@ def test_a_tokenizer_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
     words = Words()
     saving = trueshard.save(tmp_path / "one", model=nn.Linear(4, 2), tokenizer=words, wait=False)
     words.words = "after"
-    Words.told.set()
+    Words.released.set()
     assert saving is not None
     saving.wait()
     assert (tmp_path / "one" / "words.txt").read_text() == "before"

@@ -91,8 +91,11 @@ def read(rank: int, world_size: int, folder: str, sharded: bool) -> dict[str, An
             trueshard.shard(model, optimizer)
         trained(model, optimizer)
         scribble(model, optimizer)
-        found = trueshard.load(Path(folder, style), model=model, optimizer=optimizer, allow_pickle=True)
-        report[style] = held(model, optimizer) | {"found": dict(found), "tied": model.head.weight is model.embed.weight}
+        result = trueshard.load(Path(folder, style), model=model, optimizer=optimizer, allow_pickle=True)
+        report[style] = held(model, optimizer) | {
+            "found": dict(result),
+            "tied": model.head.weight is model.embed.weight,
+        }
     return report
 
 
@@ -109,12 +112,12 @@ def test_each_style_is_recognised_at_any_world_size(
 ) -> None:
     folder, saved = foreign
     for report in (alone if count == 1 else ranks3).run(read, str(folder), count > 1):
-        for style, got in report.items():
-            found, tied = got.pop("found"), got.pop("tied")
-            assert_same({style: got}, {style: saved})
+        for style, held_now in report.items():
+            result, tied = held_now.pop("found"), held_now.pop("tied")
+            assert_same({style: held_now}, {style: saved})
             assert tied
             if style not in ("Accelerate", "at the top"):
-                assert_same(found, _progress())
+                assert_same(result, _progress())
 
 
 def test_without_leave_no_pickle_is_read(foreign: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -166,8 +169,8 @@ def read_accelerate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_what_accelerate_itself_saves(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     saved = ranks2.run(write_by_accelerate, str(tmp_path))[0]
-    for found in ranks3.run(read_accelerate, str(tmp_path)):
-        assert_same(found, saved)
+    for result in ranks3.run(read_accelerate, str(tmp_path)):
+        assert_same(result, saved)
     model, _ = built(seed=1)
     trueshard.load(tmp_path / "pytorch_model_fsdp_0", model=model, allow_pickle=True)
     assert_same(held(model), {"model": saved["model"]})
@@ -189,8 +192,8 @@ def test_what_differs_is_named_before_anything_is_changed(foreign: tuple[Path, d
     with pytest.raises(ValueError, match=naming("'embed.weight'", "float32", "float16", "convert=True")):
         trueshard.load(foreign[0] / style, model=model, allow_pickle=True)
     assert_same(held(model), before)
-    found = trueshard.load(foreign[0] / style, model=model, strict=False, convert=True, allow_pickle=True)
-    assert (found.missing, found.unexpected, found.mismatched) == (["extra"], ["unused"], ["norm.weight"])
+    result = trueshard.load(foreign[0] / style, model=model, strict=False, convert=True, allow_pickle=True)
+    assert (result.missing, result.unexpected, result.mismatched) == (["extra"], ["unused"], ["norm.weight"])
     saved = foreign[1]["model"]
     assert_same(model.embed.weight.data, saved["embed.weight"].half())
     assert_same(model.norm.weight.data, before["model"]["norm.weight"])
@@ -250,8 +253,8 @@ def load_onto_meta(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_models_without_memory(foreign: tuple[Path, dict[str, Any]], ranks2: Ranks) -> None:
-    for found in ranks2.run(load_onto_meta, str(foreign[0])):
-        assert_same(found, {"model": foreign[1]["model"]})
+    for result in ranks2.run(load_onto_meta, str(foreign[0])):
+        assert_same(result, {"model": foreign[1]["model"]})
 
 
 def test_several_models_and_optimizers(tmp_path: Path) -> None:
@@ -287,11 +290,11 @@ def test_entries_are_loaded_in_place(foreign: tuple[Path, dict[str, Any]]) -> No
 
     model, optimizer = built()
     progress = Progress()
-    found = trueshard.load(
+    result = trueshard.load(
         foreign[0] / "TorchTitan", model=model, optimizer=optimizer, allow_pickle=True, train_state=progress
     )
     assert_same(progress.state, {"step": torch.tensor(2), "seen": 24})
-    assert list(found) == ["lr_scheduler"]
+    assert list(result) == ["lr_scheduler"]
 
 
 # Hugging Face and PEFT
@@ -316,20 +319,20 @@ def load_pretrained(rank: int, world_size: int, folder: str, how: str) -> dict[s
         else:
             model = CASES[name].build(1)
         trueshard.shard(model)
-        found = trueshard.load(path, model=model)
-        failed[name] = [found.missing, found.unexpected, _differing(model, expected)]
+        result = trueshard.load(path, model=model)
+        failed[name] = [result.missing, result.unexpected, _differing(model, expected)]
     return failed
 
 
 def _differing(model: nn.Module, expected: nn.Module) -> list[str]:
-    found = whole(dict(model.state_dict()))
-    return [name for name, value in expected.state_dict().items() if not torch.equal(found[name], value)]
+    result = whole(dict(model.state_dict()))
+    return [name for name, value in expected.state_dict().items() if not torch.equal(result[name], value)]
 
 
 @pytest.mark.parametrize("how", all_but(["meta"], ["built", "meta"]))
 def test_what_transformers_writes_loads_into_shards(ranks2: Ranks, tmp_path: Path, how: str) -> None:
-    for found in ranks2.run(load_pretrained, str(tmp_path), how):
-        assert found == {name: [[], [], []] for name in HUB}
+    for result in ranks2.run(load_pretrained, str(tmp_path), how):
+        assert result == {name: [[], [], []] for name in HUB}
 
 
 def load_adapters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -347,14 +350,14 @@ def load_adapters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         torch.distributed.barrier()
         model = CASES[name].build(0)
         trueshard.shard(model)
-        found = trueshard.load(path, model=model)
-        failed[name] = [found.missing, found.unexpected, _differing(model, expected)]
+        result = trueshard.load(path, model=model)
+        failed[name] = [result.missing, result.unexpected, _differing(model, expected)]
     return failed
 
 
 def test_what_peft_writes_loads_into_shards(ranks2: Ranks, tmp_path: Path) -> None:
-    for found in ranks2.run(load_adapters, str(tmp_path)):
-        assert found == {name: [[], [], []] for name in ADAPTERS}
+    for result in ranks2.run(load_adapters, str(tmp_path)):
+        assert result == {name: [[], [], []] for name in ADAPTERS}
 
 
 def test_a_base_model_loads_below_adapters(tmp_path: Path) -> None:
@@ -363,9 +366,9 @@ def test_a_base_model_loads_below_adapters(tmp_path: Path) -> None:
     adapters = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
     with pytest.raises(ValueError, match=naming("lora_A.default.weight'")):
         trueshard.load(tmp_path, model=model)
-    found = trueshard.load(tmp_path, model=model, strict=False)
-    assert found.missing == list(adapters)
-    assert (found.unexpected, found.mismatched) == ([], [])
+    result = trueshard.load(tmp_path, model=model, strict=False)
+    assert result.missing == list(adapters)
+    assert (result.unexpected, result.mismatched) == ([], [])
     assert_same(dict(model.unload().state_dict()), dict(base.state_dict()))
 
 

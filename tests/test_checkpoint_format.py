@@ -55,12 +55,12 @@ def from_pretrained(rank: int, world_size: int, folder: str, name: str) -> dict[
     path = Path(folder, name)
     config = json.loads((path / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
-    model, told = kind.from_pretrained(
+    model, info = kind.from_pretrained(
         path, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
-    assert not told["missing_keys"], told
-    assert not told["unexpected_keys"], told
-    assert not told["mismatched_keys"], told
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    assert not info["mismatched_keys"], info
     return {"tensors": everything(model)["model "]["tensors"], "logits": logits(model, name)}
 
 
@@ -70,9 +70,9 @@ def test_from_pretrained_reads_a_training_checkpoint_as_it_stands(
 ) -> None:
     """The same tensors to the last bit, and the same logits."""
     expected = ranks2.run(saved_model, str(tmp_path), name)[0]
-    (found,) = alone.run(from_pretrained, str(tmp_path), name)
-    assert_same(found["tensors"], expected["tensors"])
-    assert_same(found["logits"], expected["logits"], rtol=1e-5, atol=1e-6)
+    (result,) = alone.run(from_pretrained, str(tmp_path), name)
+    assert_same(result["tensors"], expected["tensors"])
+    assert_same(result["logits"], expected["logits"], rtol=1e-5, atol=1e-6)
 
 
 def with_tokenizer(rank: int, world_size: int, folder: str) -> None:
@@ -108,8 +108,8 @@ def test_a_large_model_is_several_files_and_an_index(tmp_path: Path, alone: Rank
     files = sorted(path.name for path in (tmp_path / "llama").glob("model-*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    (found,) = alone.run(from_pretrained, str(tmp_path), "llama")
-    assert_same(found["tensors"], expected["tensors"])
+    (result,) = alone.run(from_pretrained, str(tmp_path), "llama")
+    assert_same(result["tensors"], expected["tensors"])
     trueshard.check(tmp_path / "llama")
 
 
@@ -126,13 +126,13 @@ def adapted(rank: int, world_size: int, folder: str, adapters: int) -> dict[str,
     case.loss(model, case.batch(4, 3)).backward()
     optimizer.step()
     trueshard.save(Path(folder, "adapted"), model=model, optimizer=optimizer)
-    found = {"default": logits(model, "lora")}
+    result = {"default": logits(model, "lora")}
     if adapters == 2:
         model.set_adapter("second")
-        found["second"] = logits(model, "lora")
+        result["second"] = logits(model, "lora")
     with model.disable_adapter():
-        found["base"] = logits(model, "lora")
-    return found
+        result["base"] = logits(model, "lora")
+    return result
 
 
 def adapted_by_others(rank: int, world_size: int, folder: str, adapters: int) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def adapted_by_others(rank: int, world_size: int, folder: str, adapters: int) ->
     from transformers import LlamaForCausalLM
 
     path = Path(folder, "adapted")
-    base, told = LlamaForCausalLM.from_pretrained(path / "base", output_loading_info=True, attn_implementation="eager")
-    assert not told["missing_keys"], told
-    assert not told["unexpected_keys"], told
-    found = {"base": logits(base, "lora")}
+    base, info = LlamaForCausalLM.from_pretrained(path / "base", output_loading_info=True, attn_implementation="eager")
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    result = {"base": logits(base, "lora")}
     for name in ("default", "second")[:adapters]:
         base = LlamaForCausalLM.from_pretrained(path / "base", attn_implementation="eager")
         adapter = path if name == "default" else path / name
-        found[name] = logits(PeftModel.from_pretrained(base, adapter), "lora")
-    found["whole"] = logits(LlamaForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
-    found["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
-    return found
+        result[name] = logits(PeftModel.from_pretrained(base, adapter), "lora")
+    result["whole"] = logits(LlamaForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
+    result["by PEFT"] = logits(AutoPeftModelForCausalLM.from_pretrained(path, attn_implementation="eager"), "lora")
+    return result
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
@@ -159,11 +159,11 @@ def test_base_and_adapters_are_what_transformers_and_peft_read(
 ) -> None:
     """The base under the names that it has without PEFT, and each adapter as PEFT itself writes it."""
     expected = ranks2.run(adapted, str(tmp_path), adapters)[0]
-    (found,) = alone.run(adapted_by_others, str(tmp_path), adapters)
-    assert_same({key: found[key] for key in expected}, expected, rtol=1e-5, atol=1e-6)
+    (result,) = alone.run(adapted_by_others, str(tmp_path), adapters)
+    assert_same({key: result[key] for key in expected}, expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(expected["base"], expected["default"])
-    for whole in (found["whole"], found["by PEFT"]):
-        assert torch.equal(whole, found["default"]), "from_pretrained gives what was trained"
+    for whole in (result["whole"], result["by PEFT"]):
+        assert torch.equal(whole, result["default"]), "from_pretrained gives what was trained"
 
 
 # Pickle
@@ -319,8 +319,8 @@ def test_files_open_with_safetensors_under_the_names_that_others_expect(tmp_path
             )
     with safe_open(path / "optimizer.safetensors", "pt") as file:
         keys = set(file.keys())
-        found = file.get_tensor("blocks/actor/blocks.0.up.weight/exp_avg")
-    assert_same(found, report["optimizer blocks"]["state"]["actor/blocks.0.up.weight"]["exp_avg"])
+        result = file.get_tensor("blocks/actor/blocks.0.up.weight/exp_avg")
+    assert_same(result, report["optimizer blocks"]["state"]["actor/blocks.0.up.weight"]["exp_avg"])
     assert {key.split("/")[0] for key in keys} == {"blocks", "ends", "critic"}
 
 
@@ -345,8 +345,8 @@ def remote(rank: int, world_size: int, url: str, save: bool) -> dict[str, Any]:
             trueshard.save(url, model=model)
     if not save or world_size == 1:
         report = everything(model, optimizer)
-        found = trueshard.load(url, model=model, optimizer=optimizer)
-        assert_same(dict(found), {"entry": {"tensor": torch.arange(3)}})
+        result = trueshard.load(url, model=model, optimizer=optimizer)
+        assert_same(dict(result), {"entry": {"tensor": torch.arange(3)}})
         trueshard.check(url)
         if save:
             assert_same(everything(model, optimizer), report)
@@ -360,8 +360,8 @@ def test_stores_without_positioned_writes_get_a_file_a_rank(
     expected = ranks2.run(remote, url, True)[0]
     assert len(list((tmp_path / "one").rglob("*.safetensors"))) == 2
     for ranks in (ranks3, alone):
-        for found in ranks.run(remote, url, False):
-            assert_same(found, expected)
+        for result in ranks.run(remote, url, False):
+            assert_same(result, expected)
 
 
 def test_a_checkpoint_in_memory(alone: Ranks) -> None:

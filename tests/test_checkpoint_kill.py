@@ -85,10 +85,10 @@ def resume(latest: Path | None, model: torch.nn.Module, optimizer: torch.optim.O
     if latest is None:
         return 0
     step = int(trueshard.load(latest, model=model, optimizer=optimizer)["progress"]["step"])
-    found = _pieces(model, optimizer)
+    pieces = _pieces(model, optimizer)
     fill(model, optimizer, step)
     expected = _pieces(model, optimizer)
-    wrong = [name for name in expected if found[name] != expected[name]]
+    wrong = [name for name in expected if pieces[name] != expected[name]]
     assert not wrong, f"{latest} is not what was saved at step {step}: {wrong}"
     return step
 

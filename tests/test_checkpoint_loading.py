@@ -72,7 +72,7 @@ def reloaded(rank: int, world_size: int, folder: str, words: list[Any], strict: 
     go_on(SETUPS["fewer rows than ranks"], model, optimizer, rank, world_size, [9])
     before = everything(model, optimizer)
     try:
-        found = trueshard.load(Path(folder, "groups"), model=model, optimizer=optimizer, strict=strict)
+        result = trueshard.load(Path(folder, "groups"), model=model, optimizer=optimizer, strict=strict)
     except ValueError as error:
         assert_same(everything(model, optimizer), before)
         return {"error": str(error)}
@@ -83,7 +83,7 @@ def reloaded(rank: int, world_size: int, folder: str, words: list[Any], strict: 
     return {
         "lr": [group["lr"] for group in optimizer.param_groups],
         "tag": [group.get("tag") for group in optimizer.param_groups],
-        "told": [found.missing, found.unexpected, found.mismatched],
+        "told": [result.missing, result.unexpected, result.mismatched],
     }
 
 
@@ -95,8 +95,8 @@ def folder(tmp_path: Path, ranks2: Ranks) -> str:
 
 def test_groups_and_members_in_another_order_are_matched_by_name(folder: str, ranks3: Ranks) -> None:
     words = [("last", {}), ("blocks.1 first blocks.0", {})]
-    for found in ranks3.run(reloaded, folder, words, True):
-        assert found == {"lr": [0.02, 0.01], "tag": [None, "body"], "told": [[], [], []]}
+    for result in ranks3.run(reloaded, folder, words, True):
+        assert result == {"lr": [0.02, 0.01], "tag": [None, "body"], "told": [[], [], []]}
 
 
 def partly(rank: int, world_size: int, folder: str) -> list[Any]:
@@ -112,10 +112,10 @@ def partly(rank: int, world_size: int, folder: str) -> list[Any]:
     other = Stack(depth=2)
     optimizer = grouped(other, [("last", {"lr": 0.7}), FIRST[0]])
     trueshard.shard(other, optimizer)
-    found = trueshard.load(Path(folder, "part"), model=other, optimizer=optimizer)
+    result = trueshard.load(Path(folder, "part"), model=other, optimizer=optimizer)
     assert_same(_state(other, optimizer), expected)
     go_on(setup, other, optimizer, rank, world_size, range(2))
-    return [[group["lr"] for group in optimizer.param_groups], found.missing]
+    return [[group["lr"] for group in optimizer.param_groups], result.missing]
 
 
 def test_a_group_that_was_added_since_keeps_its_settings_and_is_reported(tmp_path: Path, ranks2: Ranks) -> None:
@@ -137,11 +137,11 @@ def test_a_group_that_was_added_since_keeps_its_settings_and_is_reported(tmp_pat
 def test_groups_that_differ_are_named_or_loaded_as_far_as_they_fit(
     words: list[Any], message: str, folder: str, ranks2: Ranks
 ) -> None:
-    for found in ranks2.run(reloaded, folder, words, True):
-        assert message in found["error"]
-        assert "strict=False" in found["error"]
-    for found in ranks2.run(reloaded, folder, words, False):
-        assert any(found["told"])
+    for result in ranks2.run(reloaded, folder, words, True):
+        assert message in result["error"]
+        assert "strict=False" in result["error"]
+    for result in ranks2.run(reloaded, folder, words, False):
+        assert any(result["told"])
 
 
 def without_state(rank: int, world_size: int, folder: str) -> None:
@@ -224,10 +224,10 @@ def partial(rank: int, world_size: int, folder: str) -> None:
     for word in ("last.bias", "shift", "blocks.2.norm.weight", "strict=False"):
         assert word in str(caught.value)
     assert_same(tensors_of(model), before)
-    found = trueshard.load(path, model=model, strict=False)
-    assert found.missing == ["shift"]
-    assert sorted(found.mismatched) == ["last.bias", "last.weight"]
-    assert sorted(found.unexpected) == sorted(name for name in wanted if name.startswith("blocks.2."))
+    result = trueshard.load(path, model=model, strict=False)
+    assert result.missing == ["shift"]
+    assert sorted(result.mismatched) == ["last.bias", "last.weight"]
+    assert sorted(result.unexpected) == sorted(name for name in wanted if name.startswith("blocks.2."))
     for name, value in tensors_of(model).items():
         kept = name == "shift" or name.startswith("last")
         assert_same({name: value}, {name: before[name] if kept else wanted[name]})
@@ -312,10 +312,10 @@ def in_place(rank: int, world_size: int, folder: str) -> list[tuple[int, int, in
     optimizer.state.clear()
     before = memory_of(model)
     with gloo_lets_go():
-        found = meter([lambda: trueshard.load(path, model=model, optimizer=optimizer)] * 2)
+        result = meter([lambda: trueshard.load(path, model=model, optimizer=optimizer)] * 2)
     assert memory_of(model) == before
     own = sum(_torch.local(each).nbytes for each in model.parameters())
-    return [(*peak_and_rest([change.bytes for change in step]), own) for step in found.steps]
+    return [(*peak_and_rest([change.bytes for change in step]), own) for step in result.steps]
 
 
 def test_each_rank_reads_into_its_own_shards_and_little_else_is_allocated(tmp_path: Path, ranks2: Ranks) -> None:
@@ -369,11 +369,11 @@ def read_by_replicas(rank: int, world_size: int, folder: str) -> tuple[int, int,
 
 
 def test_of_replicas_one_reads_and_sends(tmp_path: Path, ranks4: Ranks) -> None:
-    found = ranks4.run(read_by_replicas, str(tmp_path))
-    assert sum(count for count, _, _ in found) == found[0][1]
-    assert max(count for count, _, _ in found) < found[0][1] // 2
-    assert ["rank 2 failed" in error for _, _, error in found] == [True, True, False, True]
-    assert all("the disk is gone" in error for _, _, error in found)
+    result = ranks4.run(read_by_replicas, str(tmp_path))
+    assert sum(count for count, _, _ in result) == result[0][1]
+    assert max(count for count, _, _ in result) < result[0][1] // 2
+    assert ["rank 2 failed" in error for _, _, error in result] == [True, True, False, True]
+    assert all("the disk is gone" in error for _, _, error in result)
 
 
 # What others wrote
@@ -391,9 +391,9 @@ def others(rank: int, world_size: int, folder: str, table: bool, meta: bool) -> 
     trueshard.shard(model, optimizer)
     mapping = {name: new for name, _ in model.named_parameters() if (new := _renamed(name))}
     names: Any = mapping if table else _renamed
-    found = trueshard.load(Path(folder, "others.safetensors"), model=model, names=names)
-    assert not found
-    assert [found.missing, found.unexpected, found.mismatched] == [[], [], []]
+    result = trueshard.load(Path(folder, "others.safetensors"), model=model, names=names)
+    assert not result
+    assert [result.missing, result.unexpected, result.mismatched] == [[], [], []]
     report = tensors_of(model)
     go_on(SETUPS["fewer rows than ranks"], model, optimizer, rank, world_size, [0])
     return report
@@ -407,8 +407,8 @@ def test_any_module_loads_by_a_mapping_of_names(
     expected = {name: torch.randn(p.shape) for name, p in Stack().named_parameters()}
     save_file({_renamed(name) or name: value for name, value in expected.items()}, tmp_path / "others.safetensors")
     for ranks in (alone, ranks3):
-        for found in ranks.run(others, str(tmp_path), table, meta):
-            assert_same(found, expected)
+        for result in ranks.run(others, str(tmp_path), table, meta):
+            assert_same(result, expected)
 
 
 def hub_directory(rank: int, world_size: int, folder: str, name: str) -> dict[str, Any]:
@@ -433,8 +433,8 @@ def from_hub(rank: int, world_size: int, folder: str, name: str, how: str) -> di
         trueshard.shard(model, optimizer)
     if how != "meta":
         scribble(model)
-    found = trueshard.load(Path(folder, name), model=model)
-    assert [found.missing, found.unexpected, found.mismatched] == [[], [], []]
+    result = trueshard.load(Path(folder, name), model=model)
+    assert [result.missing, result.unexpected, result.mismatched] == [[], [], []]
     assert len(list(model.parameters())) == parameters
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     report = {"tensors": tensors_of(model), "logits": logits(model, name)}
@@ -458,9 +458,9 @@ def test_a_hugging_face_directory_loads_into_sharded_and_meta_models(
     (expected,) = alone.run(hub_directory, str(tmp_path), name)
     before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
     for ranks, how in ((alone, "not sharded"), (alone, "meta"), (ranks2, "sharded"), (ranks3, "meta")):
-        for found in ranks.run(from_hub, str(tmp_path), name, how):
-            assert_same(found["tensors"], expected["tensors"])
-            assert_same(found["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
+        for result in ranks.run(from_hub, str(tmp_path), name, how):
+            assert_same(result["tensors"], expected["tensors"])
+            assert_same(result["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
     assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
 
 
@@ -471,9 +471,9 @@ def incomplete(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(ValueError, match=naming("'model.norm.weight'", "'model.nrom.weight'")):
         trueshard.load(Path(folder, "llama"), model=model)
     assert_same(tensors_of(model), before)
-    found = trueshard.load(Path(folder, "llama"), model=model, strict=False)
-    assert found.missing == ["model.norm.weight"]
-    assert found.unexpected == ["model.nrom.weight"]
+    result = trueshard.load(Path(folder, "llama"), model=model, strict=False)
+    assert result.missing == ["model.norm.weight"]
+    assert result.unexpected == ["model.nrom.weight"]
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(2, 2), Bare())
     save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, Path(folder, f"bare{rank}.safetensors"))
@@ -510,9 +510,9 @@ def into_lora(rank: int, world_size: int, folder: str) -> None:
     trueshard.shard(model)
     adapters = {name: value for name, value in tensors_of(model).items() if "lora_" in name}
     scribbled = tensors_of(model)
-    found = trueshard.load(Path(folder, "llama"), model=model, strict=False)
-    assert sorted(found.missing) == sorted(adapters)
-    assert not found.unexpected
+    result = trueshard.load(Path(folder, "llama"), model=model, strict=False)
+    assert sorted(result.missing) == sorted(adapters)
+    assert not result.unexpected
     now = tensors_of(model)
     assert_same({name: now[name] for name in adapters}, adapters)
     assert not torch.equal(now["base_model.model.model.norm.weight"], scribbled["base_model.model.model.norm.weight"])

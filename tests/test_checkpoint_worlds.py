@@ -111,8 +111,8 @@ def _load_one(
     expected = torch.load(folder / name / f"{source}.rank{theirs}.pt", weights_only=False)
     scribble(model, optimizer)
     seed(rank + 100)
-    found = trueshard.load(folder / name / source, model=model, optimizer=optimizer)
-    assert_same(dict(found), {"progress": PROGRESS, "weights": torch.arange(10.0) + 1})
+    result = trueshard.load(folder / name / source, model=model, optimizer=optimizer)
+    assert_same(dict(result), {"progress": PROGRESS, "weights": torch.arange(10.0) + 1})
     assert_same(everything(model, optimizer), expected["saved"])
     go_on(setup, model, optimizer, rank, world_size, [2])
     if layout == source:
@@ -124,7 +124,7 @@ def _load_one(
 
 def _tried(pool: Pool, folder: Path, names: Iterable[str], how: str) -> Outcome:
     """All that is saved, loaded by other processes than those that saved it."""
-    found: Outcome = {}
+    result: Outcome = {}
     for name in names:
         (folder / name).mkdir()
     ways = {layout: [name for name in names if layout in _layouts(name, how)] for layout in LAYOUTS}
@@ -132,15 +132,15 @@ def _tried(pool: Pool, folder: Path, names: Iterable[str], how: str) -> Outcome:
     for key, some in ways.items():
         ranks = Ranks(LAYOUTS[key].ranks, pool)
         for rank, each in enumerate(ranks.run(save_all, str(folder), key, some, timeout=120)):
-            found |= {(n, key, f"nothing: rank {rank} did not save it"): text for n, text in each.items() if text}
+            result |= {(n, key, f"nothing: rank {rank} did not save it"): text for n, text in each.items() if text}
     pool.drop(list(pool.workers.values()))
     for key, some in ways.items():
         ranks = Ranks(LAYOUTS[key].ranks, pool)
         for rank, each in enumerate(ranks.run(load_all, str(folder), key, some, how, timeout=120)):
             for pair, failure in each.items():
-                if failure or pair not in found:
-                    found[pair] = f"rank {rank}: {failure}" if failure else ""
-    return found
+                if failure or pair not in result:
+                    result[pair] = f"rank {rank}: {failure}" if failure else ""
+    return result
 
 
 def _hold(outcome: Outcome, name: str, pairs: Iterable[tuple[str, str]]) -> None:

@@ -117,6 +117,7 @@ class LoadJob:
         self, group: RankGroup, options: dict[str, bool], renaming: state.Renaming, more: Mapping[str, Any]
     ) -> None:
         self._group, self._options, self._renaming, self._more = group, options, renaming, more
+        # What ``_open`` has matched: nothing is changed before every rank has matched its own.
         self._targets: list[tuple[str, torch.Tensor]] = []  # (key in the catalogue, the model's tensor that it fills)
         self._filled: set[int] = set()  # ``id`` of those that ``materialise`` has given their values
         self._loads: list[OptimizerLoad] = []
@@ -136,6 +137,8 @@ class LoadJob:
             self._report()
         if self._options["verify"]:
             self._verify(attempt(self._checksums))
+        # In this order: what runs the user's code may raise, and then models and optimizers are as they were. A rank
+        # without memory for its tensors must fail before others wait for it in the collectives of ``_apply``.
         attempt(self._load_entries)
         attempt(self._materialise)
         attempt(self._apply)

@@ -22,6 +22,7 @@ from trueshard.model.regions import common, extent, has_one_run, inside, put, re
 from trueshard.optim.owners import Holders
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""World group → ranks → their gloo group: making one is collective and slow, so it lasts as long as the world's."""
 
 
 class RankGroup:
@@ -34,6 +35,7 @@ class RankGroup:
     def __init__(self, tensors: Sequence[torch.Tensor] = (), *, staged: bool = False) -> None:
         self.rank, self.world, self._group = 0, 1, None
         self.staged = staged
+        """True if other ranks may have other tensors: their names are exchanged, too."""
         self.stage = [0]
         """The ranks of this rank's stage, in order."""
         if not dist.is_initialized() or dist.get_backend() == "fake":
