@@ -111,18 +111,22 @@ def execute(job: RankCall, begun: Callable[[], None]) -> Answer:
     try:
         function, args = pickle.loads(job.call)
         if job.group:
-            store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=GROUP_LIMIT))
+            server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=GROUP_LIMIT))
+            store = dist.PrefixStore(job.name, server)
             on_gpu = os.environ.get("TRUESHARD_TEST_DEVICE") == "cuda"
             if on_gpu:
                 torch.cuda.set_device(job.rank)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=dist.PrefixStore(job.name, store),
+                store=store,
                 rank=job.rank,
                 world_size=job.world_size,
                 timeout=timedelta(seconds=GROUP_LIMIT),
             )
             distributed_c10d._set_pg_timeout(timedelta(seconds=0.9 * job.timeout))
+            # gloo returns on a rank that is connected, while others connect still: those would fail if it died at once.
+            store.set(f"connected{job.rank}", "")
+            store.wait([f"connected{rank}" for rank in range(job.world_size)])
         begun()
         return Answer(value=dumps(whole(function(job.rank, job.world_size, *args))))
     except BaseException as error:  # SystemExit and CheckpointException too: the parent decides what they mean
@@ -140,6 +144,7 @@ def serve(descriptor: int, stack_file: str) -> None:
     torch.set_num_threads(1)
     forks.adopt(process)  # a process with a process group cannot be forked itself
     environment, folder = dict(os.environ), os.getcwd()
+    reset(environment, folder)
     messages: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_listen, args=(connection, messages.put), daemon=True).start()
     connection.send_bytes(pickle.dumps(Answer()))

@@ -527,7 +527,8 @@ def test_a_model_is_freed_whose_pass_had_no_backward(rank: int, world_size: int,
         model(batch(0)[:2])
     weak = weakref.ref(model)
     del model
-    gc.collect()
+    for _ in range(3):  # the first frees an exception's frames, and with them the graph in C++ that holds the model
+        gc.collect()
     assert weak() is None
 
 
