@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -412,7 +413,7 @@ def test_a_shard_that_fails_leaves_attention_as_it_was(ranks2: Ranks) -> None:
 
 def mixing(rank: int, world_size: int, how: str) -> None:
     """Models whose masks do not follow positions: of one it is seen, of the other it cannot be told."""
-    from transformers import masking_utils
+    from transformers import masking_utils, modeling_outputs
 
     model, batch = build("llama"), batch_of("packed", 0)
     inner: Any = model.model
@@ -427,6 +428,7 @@ def mixing(rank: int, world_size: int, how: str) -> None:
             hidden = inputs_embeds
             for layer in self.layers:
                 hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation)
+            return modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
     inner.__class__ = Mixes
     trueshard.shard(model, context=world_size)
@@ -459,6 +461,58 @@ def test_masks_are_told_by_trial_for_every_language_model() -> None:
         with torch.no_grad():
             assert documents_mix(model) is not trial.keeps_apart
     assert refused < 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("SequenceClassification", "pools"),
+        ("TokenClassification", "labels are not those of the next token"),
+        ("QuestionAnswering", "takes no labels"),
+        ("CausalLM", None),
+        ("", None),
+    ],
+)
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+def test_a_head_that_needs_other_positions_is_refused(family: str, kind: str, words: str | None) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "dropout": 0.0}
+    name = f"{family}For{kind}" if kind else f"{family}Model"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers has no {name}")
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    config.word_embed_proj_dim = 32
+    index = Index(getattr(transformers, name)(config))
+    if words is None:
+        context.refuse(index, trueshard.Plan(context=2))
+        return
+    with pytest.raises(ValueError, match=naming(name, words, "leave out context")):
+        context.refuse(index, trueshard.Plan(context=2))
+
+
+def upscaled(rank: int, world_size: int) -> Any:
+    """Logits of a model whose last layer is a copy of another, with a configuration of its own."""
+    from models.decoders import DENSE
+
+    model = DENSE["llama"].build(0).double()
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.model.layers[-1].self_attn.layer_idx = len(model.model.layers) - 1
+    model.config.num_hidden_layers += 1
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    if world_size == 1:
+        return model(input_ids=ids, use_cache=False).logits
+    trueshard.shard(model, context=world_size)
+    part = model(**trueshard.split_sequence(model, {"input_ids": ids}), use_cache=False).logits
+    parts = [torch.empty_like(part) for _ in range(world_size)]
+    dist.all_gather(parts, part.detach().contiguous())
+    return torch.cat(parts, 1)
+
+
+def test_a_layer_with_a_configuration_of_its_own_shares_sequences(alone: Ranks, ranks2: Ranks) -> None:
+    (expected,) = alone.run(upscaled)
+    for logits in ranks2.run(upscaled):
+        assert_same(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def documents_mix(model: nn.Module) -> bool:

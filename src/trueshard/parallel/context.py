@@ -34,7 +34,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange, part_of
-from trueshard.parallel.forward_trial import MaskTrial, try_masks
+from trueshard.parallel.forward_trial import MaskTrial, find_reader, try_masks
 from trueshard.parallel.position_trial import attend_alone, find_mixer
 from trueshard.parallel.tensor import refuse_random
 from trueshard.plans import Plan
@@ -126,7 +126,7 @@ def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
         why = "it takes no position_ids, and would count them anew in each part"
     else:
         try:
-            why = _find_mixer(model, attention)
+            why = _find_mixer(model, attention) or find_reader(model, attention)
         except RuntimeError as error:
             why = f"whether it looks at other positions outside of attention cannot be told: {error}"
         if why is None and layers - _LAYERS:
@@ -184,10 +184,15 @@ def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _configs(model: Any, name: str) -> dict[int, Any]:
-    """Return ``id`` of the model's configuration → a copy that calls the attention that is registered by ``name``."""
-    config = copy.copy(model.config)
-    config._attn_implementation = name
-    return {id(model.config): config}
+    """Return ``id`` of each configuration → a copy that calls the attention that is registered by ``name``.
+
+    A layer that was copied from another (depth up-scaling) has one of its own.
+    """
+    configs = [model.config, *(module.config for module in attention_of(model).values())]
+    copies = {id(config): copy.copy(config) for config in configs}
+    for config in copies.values():
+        config._attn_implementation = name
+    return copies
 
 
 def attend(

@@ -23,6 +23,9 @@ LENGTH = 8
 """Tokens of the sequence on which a model is tried: two packed documents of half of them."""
 
 
+_PLACE = LENGTH // 2
+"""Position at which blocks give something else in a second pass."""
+
 Visit = Callable[[nn.Module, torch.Tensor, Any, Any], None]
 """Function that is called with a block and what its holder gives it: hidden states, further arguments."""
 
@@ -43,6 +46,8 @@ class _Notes:
     """Name of a child beside the blocks → copies of what it was given, in turn."""
     output: Any = None
     visit: Visit | None = None
+    changed: int | None = None
+    """Position at which blocks give something else; None: nowhere."""
 
     def take(self, arguments: Iterable[Any]) -> None:
         """Note positions among the arguments of a child."""
@@ -71,6 +76,8 @@ class _Block(nn.Module):
         if notes.visit is not None:
             notes.visit(self.__dict__["_block"], hidden, args, kwargs)
         output = torch.randn(hidden.shape, generator=self.__dict__["_noise"]).to(hidden.dtype)
+        if notes.changed is not None:
+            output[:, notes.changed] += torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype)
         notes.returned.append(output.clone())
         return (output,) if self.__dict__["_returns_tuple"] else output
 
@@ -82,10 +89,14 @@ class _Child(nn.Module):
         super().__init__()
         self.name, self.notes, self.dtype = name, notes, dtype
         self.width: int | None = getattr(child, "embedding_dim", None)
+        self.features: int | None = getattr(child, "out_features", None)
 
     def forward(self, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.notes.take([value, *args, *kwargs.values()])
         self.notes.calls.setdefault(self.name, []).append(value.clone())
+        if self.features is not None and self.features != value.shape[-1]:
+            times = -(-self.features // value.shape[-1])
+            return value.repeat(*[1] * (value.ndim - 1), times)[..., : self.features]
         return value if self.width is None else torch.zeros((*value.shape, self.width), dtype=self.dtype)
 
 
@@ -106,6 +117,8 @@ def run_holder(
     seed: int = 0,
     visit: Visit | None = None,
     replace: Callable[[nn.Module], nn.Module] | None = None,
+    within: nn.Module | None = None,
+    changed: int | None = None,
     **inputs: Any,
 ) -> _Notes:
     """Run the holder's forward once, with children that compute nothing.
@@ -119,13 +132,15 @@ def run_holder(
         visit: called with each block and what the holder gives it.
         replace: returns what computes in float32 for a child beside blocks and embeddings; without it such a child
             gives back what it is given, in the model's dtype.
+        within: module whose forward is run instead, in which the holder lies.
+        changed: position at which blocks give something else than without it.
         inputs: arguments of the forward.
 
     Raises RuntimeError, with the reason, where it does not run so.
     """
     dtypes = (p.dtype for p in holder.parameters() if p.is_floating_point() and replace is None)
     dtype = next(dtypes, torch.float32)
-    takes_embeddings = "inputs_embeds" in inspect.signature(holder.forward).parameters
+    takes_embeddings = "inputs_embeds" in inspect.signature((within or holder).forward).parameters
     arguments: dict[str, Any] = dict(inputs)
     ids: tuple[torch.Tensor, ...] = ()
     if takes_embeddings:
@@ -134,8 +149,10 @@ def run_holder(
         ids = (torch.zeros(1, length, dtype=torch.int64),)
     why = ""
     for returns_tuple in (False, True):
-        notes, noise = _Notes(visit=visit), torch.Generator().manual_seed(seed)
+        notes, noise = _Notes(visit=visit, changed=changed), torch.Generator().manual_seed(seed)
         stand_in = _stand_in(holder, blocks, notes, noise, norm, dtype, returns_tuple, replace)
+        if within is not None:
+            stand_in = _around(within, holder, stand_in, notes, dtype)
         try:
             notes.output = stand_in(*ids, **arguments)
         except Exception as reason:  # whatever a forward raises that was given something unexpected
@@ -180,6 +197,20 @@ def _stand_in(
         else:
             children[name] = (_Constant if name == norm else _Child)(name, child, notes, dtype)
     copied.__dict__["_modules"] = children
+    return copied
+
+
+def _around(module: nn.Module, holder: nn.Module, stand_in: nn.Module, notes: _Notes, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of ``module`` with ``stand_in`` for the holder, and children beside it that compute nothing."""
+    if module is holder:
+        return stand_in
+    copied = copy_without_hooks(module)
+    copied.__dict__["_modules"] = {
+        name: _around(child, holder, stand_in, notes, dtype)
+        if any(inner is holder for inner in child.modules())
+        else _Child(name, child, notes, dtype)
+        for name, child in module.named_children()
+    }
     return copied
 
 
@@ -262,6 +293,46 @@ def _takes_kinds(model: Any, holder: nn.Module, blocks: str) -> bool:
     except RuntimeError:
         return False
     return bool(seen) and all(any(mask is known for known in masks.values()) for mask in seen)
+
+
+# What follows the blocks
+
+
+def find_reader(model: nn.Module, attention: Iterable[str]) -> str | None:
+    """Return why what follows the blocks of ``model`` needs more than one position at a time; None: it does not.
+
+    Logits of a position are those of its hidden states, and a label belongs to the position before it.
+
+    Args:
+        model: a language model.
+        attention: names of its modules of attention, which lie in its blocks.
+
+    Raises:
+        RuntimeError: it cannot be told; says why.
+    """
+    with _torch.real_tensors(), torch.no_grad():
+        holder, blocks = list_of(model, attention)
+        if holder is model:
+            return None
+
+        def outputs(**inputs: Any) -> list[list[torch.Tensor]]:
+            passes = (run_holder(holder, blocks, within=model, changed=place, **inputs) for place in (None, _PLACE))
+            return [_torch.tensors_in(_plain(notes.output)) for notes in passes]
+
+        hidden, others = (1, LENGTH, _width(holder)), [place for place in range(LENGTH) if place != _PLACE]
+        plain, changed = outputs()
+        for one, two in zip(plain, changed, strict=True):
+            if one.shape[1:2] != (LENGTH,) or not torch.equal(one[:, others], two[:, others]):
+                return "what follows its blocks pools, or compares, positions"
+        if all(output.shape == hidden for output in plain):
+            return None
+        if "labels" not in inspect.signature(model.forward).parameters:
+            return "it takes no labels, so which positions its loss compares cannot be told"
+        labels = torch.full((1, LENGTH), -100)
+        labels[:, _PLACE + 1] = 0
+        losses = [[output for output in one if output.ndim == 0] for one in outputs(labels=labels)]
+        same = all(torch.equal(one, two) for one, two in zip(*losses, strict=True))
+        return "its labels are not those of the next token" if same else None
 
 
 # The norm behind the last block
