@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
-from cases import as_on_one_device, on_ranks
+from cases import as_on_one_device, on_ranks, raises_on_ranks
 from gathering import parameters
 from handmade_training import batch, prepared
-from messages import lacking
+from messages import lacking, naming
 from models.handmade import Stack
-from stepping import take_step
+from parity import Ranks
+from stepping import same, take_step
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.methods import methods_that_compute
 
@@ -123,3 +124,38 @@ def test_a_parameter_read_outside_its_forward_changes_the_plan_and_is_said_once(
     assert policies == [True, False, False]
     assert [len(each) for each in words] == [0, 1, 0]
     assert lacking(words[1][0], "'first'", "reshard_after_forward") == []
+
+
+class Reaching(Stack):
+    """Reads a weight of one block before that block runs, and calls a layer of another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads == "blocks.0.norm":
+            return super().forward(self.blocks[0].norm(x))
+        return super().forward(x + F.linear(x, self.blocks[1].up.weight)[:, :8])
+
+
+def reaching(rank: int, world_size: int, reads: str, options: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = prepared(world_size, Reaching, units=["Block", reads], **options)
+    model.reads = reads
+    for seed in range(2):
+        for micro in range(2):
+            (model(batch(2 * seed + micro, rank, world_size)).square().mean() / 2).backward()
+        take_step(optimizer)
+    return parameters(model)
+
+
+@pytest.mark.parametrize("reads", ["blocks.0.norm", "blocks.1.up"])
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "full", "reshard_after_forward": "always"}])
+def test_what_is_read_from_another_block_is_a_unit_too(
+    reads: str, options: dict[str, Any], alone: Ranks, ranks3: Ranks
+) -> None:
+    same(reaching, alone, [ranks3], reads, options)
+
+
+@pytest.mark.parametrize("reads", ["blocks.0.norm", "blocks.1.up"])
+@raises_on_ranks(2, naming("is read where its unit is not gathered", "units=['Block', 'blocks."))
+def test_what_is_read_from_another_block_is_named(rank: int, world_size: int, reads: str) -> None:
+    model, _ = prepared(world_size, Reaching)
+    model.reads = reads
+    model(batch(0, rank, world_size))

@@ -259,6 +259,27 @@ def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None
     assert grads == [[2.0], [2.0] * 3]
 
 
+@on_ranks(2)
+def test_a_unit_that_reduces_at_the_end(rank: int, world_size: int) -> None:
+    class Reads(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if world_size_of_model > 1:
+                self[0].unshard()
+            return self[0](x @ self[0].weight.T)
+
+    grads = []
+    for world_size_of_model in (1, world_size):
+        torch.manual_seed(0)
+        model = Reads(nn.Linear(4, 4))
+        if world_size_of_model > 1:
+            _torch.reduce_at_end(fully_shard(model[0], reshard_after_forward=False))
+            fully_shard(model)
+        model(torch.ones(2, 4)).square().sum().backward()
+        grad = model[0].weight.grad
+        grads.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+    assert torch.allclose(*grads)
+
+
 @on_ranks(2, fresh=True)  # the handlers of a model that lives on would answer after ``undo``
 def test_rows_of_the_whole(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
@@ -270,7 +291,10 @@ def test_rows_of_the_whole(rank: int, world_size: int) -> None:
         _torch.view_what_is_cut(is_any),
         _torch.write_through_views(is_any),
         _torch.clip_over_meshes(is_any),
+        _torch.refuse_mixed(is_any, lambda tensor: f"of {tensor.shape[0]} rows"),
     )
+    with pytest.raises(RuntimeError, match="of 4 rows"):
+        torch.ones(2, 4) @ tensor.T
     other = distribute_tensor(rows[:2], init_device_mesh("cpu", (2,), mesh_dim_names=("other",)), [Shard(0)])
     norms = torch.stack([tensor.norm(), other.norm()])
     assert norms.full_tensor().tolist() == [rows.norm().item(), rows[:2].norm().item()]

@@ -16,7 +16,7 @@ import trueshard
 from cases import on_ranks
 from messages import lacking, naming
 from models import CASES
-from models.handmade import Block, ExpertsBlock, Stack, TiedBlocks
+from models.handmade import Block, ExpertsBlock, Sharing, Stack, TiedBlocks
 from parity import Ranks
 from trueshard.model.names import Index
 from trueshard.model.policies import apply_words
@@ -342,3 +342,14 @@ def test_a_slice_of_a_mesh_and_longer_names_are_taken(rank: int, world_size: int
     trueshard.shard(Stack(), mesh=whole["dp"])
     trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_replicate", "dp_shard")))
     trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("ddp", "fsdp")))
+
+
+def test_a_module_of_several_units_is_one_itself() -> None:
+    """The first layers of a shared module are in it, but for one that the root calls as well."""
+    plan = planned(Sharing())
+    units = {unit.name: unit.parameters for unit in plan.units if unit.kind == "shared"}
+    assert units == {"blocks.0.shared": 8 + 16 * 8 + 16 + 8 * 16 + 8, "blocks.0.shared.norm": 16}
+    (bank,) = plan.replicated
+    assert (bank.name, bank.parameters) == ("blocks.0.bank.vectors", 40)
+    assert "several units" in bank.why
+    assert Plan.from_json(plan.to_json()) == plan

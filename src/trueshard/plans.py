@@ -93,7 +93,7 @@ class Forecast:
         return "tokens" if self.sequence > 1 else "samples"
 
 
-UnitKind = Literal["root", "block", "embedding", "head", "experts", "tied", "dtype"]
+UnitKind = Literal["root", "block", "embedding", "head", "experts", "shared", "tied", "dtype"]
 
 #: Dtype names that a mixed-precision choice may hold.
 DTYPES = ("float64", "float32", "bfloat16", "float16")

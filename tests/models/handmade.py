@@ -124,6 +124,38 @@ class TiedBlocks(Stack):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
+class Scaled(Block):
+    """Has a parameter of its own beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
+
+
+class SharingBlock(Block):
+    """Holds a module of all blocks, whose own weight it reads as well, and vectors of all blocks in a ParameterDict."""
+
+    def __init__(self, shared: nn.Module, bank: nn.ParameterDict) -> None:
+        super().__init__()
+        self.shared, self.bank = shared, bank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(super().forward(x) * self.shared.scale) * self.bank["vectors"].mean(0)
+
+
+class Sharing(Stack):
+    """Every block holds one module (whose child the root calls as well) and one ParameterDict, which is not called."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=0)
+        shared, bank = Scaled(), nn.ParameterDict({"vectors": nn.Parameter(1 + 0.1 * torch.randn(5, WIDTH))})
+        self.blocks = nn.ModuleList(SharingBlock(shared, bank) for _ in range(3))
+        self.norm = shared.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
 class Methods(TiedLanguageModel):
     """Trained through `loss` and sampled through `generate`; neither is `forward`."""
 
@@ -278,6 +310,7 @@ HANDMADE: dict[str, Case] = {
     "tiny": _vector(Tiny),
     "mixed": _vector(_mixed),
     "tied_blocks": _vector(TiedBlocks),
+    "shared_modules": _vector(Sharing),
     "experts": _vector(_experts),
     "frozen_tower": _vector(_frozen_tower),
     "frozen_inside": _vector(_frozen_inside),

@@ -295,6 +295,16 @@ def _reduce_in_one_dtype(group: Any, post_backward: Callable[..., None], *unused
         post_backward(*unused)
 
 
+def reduce_at_end(module: ShardedModule) -> None:
+    """Let a unit reduce and free its parameters at the end of backward, not when its own forward has been undone.
+
+    FSDP2 frees and reduces behind each backward of the unit's forward. What else reads a parameter (an operation before
+    that forward) comes later: it would read freed memory, and its gradient would stay unreduced.
+    """
+    for group in _groups(module):
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+
+
 def reduce_unused(module: ShardedModule) -> None:
     """Let a unit reduce zeros for a parameter that this rank did not use: ranks may use different ones.
 

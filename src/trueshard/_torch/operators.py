@@ -33,15 +33,17 @@ def _handlers() -> dict[Any, Any]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def handle(operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *, missing: bool = True) -> Undo:
+def handle(
+    operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *, missing: bool = True, mixed: bool = False
+) -> Undo:
     """Let DTensor do ``operators`` by ``compute(operator, args, kwargs)`` where an argument, or a tensor in a list, is
-    ours; ``missing``: only those for which torch has no handler.
+    ours; ``missing``: only those without a handler so far; ``mixed``: only beside a plain tensor that is no number.
     """
     before = {operator: _handlers().get(operator) for operator in operators}
     made = {}
     for operator, handler in before.items():
         if handler is None or not missing:
-            made[operator] = functools.partial(_handled, compute, handler, ours)
+            made[operator] = functools.partial(_handled, compute, handler, ours, mixed)
     _handlers().update(made)
 
     def undo() -> None:
@@ -54,11 +56,17 @@ def handle(operators: Iterable[Any], compute: Callable[..., Any], ours: Ours, *,
     return undo
 
 
-def _handled(compute: Any, before: Any, ours: Ours, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _handled(
+    compute: Any, before: Any, ours: Ours, mixed: bool, operator: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
     flat = [tensor for arg in args for tensor in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    if any(map(ours, flat)):
+    if any(map(ours, flat)) and (not mixed or any(map(_is_plain, flat))):
         return compute(operator, args, kwargs)
     return without_handler(operator, args, kwargs) if before is None else before(operator, args, kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
 
 
 def without_handler(operator: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
@@ -241,6 +249,21 @@ def _in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if torch.is_grad_enabled() and other.requires_grad:
         raise RuntimeError("a plain tensor gets a sharded one in place (loss += …): write loss = loss + … instead")
     return operator(target, gathered(other), *args[2:], **kwargs)
+
+
+def refuse_mixed(ours: Ours, explain: Callable[[DTensor], str]) -> Undo:
+    """Let a layer that is given a plain tensor and a sharded weight raise RuntimeError with ``explain(weight)``.
+
+    torch says that it "got mixed torch.Tensor and DTensor", not which parameter, and not why it is sharded now.
+    """
+    products = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default]
+    layers = [_aten.embedding.default, _aten.convolution.default, _aten.native_layer_norm.default]
+
+    def refuse(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise RuntimeError(explain(next(arg for arg in args if ours(arg))))
+
+    operators = [*products, *layers, _aten.mul.Tensor, _aten.add.Tensor]
+    return handle(operators, refuse, ours, missing=False, mixed=True)
 
 
 def _is_nan_somewhere(value: DTensor) -> bool:

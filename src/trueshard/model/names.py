@@ -57,7 +57,7 @@ def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, 
 
 
 def nearest_above(name: str, table: Mapping[str, Value]) -> Value:
-    """Return what ``found`` has for a module or the nearest one around it; it has the root, ``""``."""
+    """Return the value in ``table`` of a module or of the nearest one around it; the root, ``""``, is in the table."""
     while name not in table:
         name = name.rpartition(".")[0]
     return table[name]
@@ -103,6 +103,14 @@ class Index:
     def modules(self) -> dict[str, nn.Module]:
         """Name → module, as ``named_modules``."""
         return dict(named_modules(self.model))
+
+    @functools.cached_property
+    def depths(self) -> dict[str, int]:
+        """Name of a module → modules above it, on the longest way from the root: several hold a shared one."""
+        lengths: dict[nn.Module, int] = {}
+        for name, module in _walk(self.root, ""):
+            lengths[module] = max(lengths.get(module, 0), name.count(".") + bool(name))
+        return {name: lengths[module] for name, module in self.modules.items()}
 
     @functools.cached_property
     def parameters(self) -> list[Held]:

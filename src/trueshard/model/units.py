@@ -13,18 +13,21 @@ here, before anything is touched:
 
 - a tie across units makes one unit of the modules that own the tied parameter; where those contain one another (or
   one is the root), the units between them are given up and the tie falls to their common ancestor;
+- a module that several units hold is a unit of its own, which FSDP2 gathers at each of its calls;
 - the trainable parameters of another dtype in a block become a unit of their own, by module;
 - an embedding's backward does not read its weight, so an embedding outside every block is a unit that is not gathered
   for backward;
 - a large output projection behind the last block is a unit, too: in the root its gathered weight and its whole gradient
   would live to the end of a backward that needs them at its beginning;
 - stacked experts that ranks share are a unit, since they are sharded over other ranks than the rest of their block;
-- what cannot be sharded at all (0-dim, empty, a second trainable dtype inside one module) is replicated.
+- what cannot be sharded is replicated: 0-dim, empty, a second trainable dtype inside one module, or in a module that
+  several units hold and nobody calls (a ParameterDict), so that nothing says when to gather it.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import graphlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -214,9 +217,9 @@ class Grouping:
     def __init__(self, index: Index) -> None:
         self.modules = index.modules
         self._order = {name: i for i, name in enumerate(self.modules)}
-        name_of = {id(module): name for name, module in self.modules.items()}
+        self._name_of = {id(module): name for name, module in self.modules.items()}
         self.parameters = [
-            _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(name_of[id(m)]) for m, _ in held.places)))
+            _Parameter(held.name, held.tensor, list(dict.fromkeys(self._host(m) for m, _ in held.places)))
             for held in index.parameters
         ]
         self.replicated: dict[str, str] = {}
@@ -259,6 +262,7 @@ class Grouping:
             if parameter.tensor.ndim == 0 or parameter.tensor.numel() == 0:
                 kind = "empty" if parameter.tensor.ndim else "0-dim"
                 self.replicated[parameter.name] = f"{kind}: nothing to shard"
+        self._split_shared()
         self._join_ties()
         if split_embeddings:
             self._split_embeddings()
@@ -268,8 +272,9 @@ class Grouping:
 
     # What is where
 
-    def _host(self, name: str) -> str:
-        """Return the nearest module, from ``name`` upwards, that has a forward (a ParameterList has none)."""
+    def _host(self, module: nn.Module) -> str:
+        """Return the name of the nearest module, from ``module`` upwards, with a forward (a ParameterList has none)."""
+        name = self._name_of[id(module)]
         while name and not has_forward(self.modules[name]):
             name = name.rpartition(".")[0]
         return name
@@ -295,6 +300,27 @@ class Grouping:
         return result
 
     # Steps
+
+    def _split_shared(self) -> None:
+        """Make a unit of each outermost module that several units hold, replicate what is in one without a forward."""
+        holders: dict[str, set[str]] = {name: set() for name in self.modules}
+        for name, module in self.modules.items():
+            for child in _torch.own_modules(module).values():
+                if child is not None:
+                    holders[self._name_of[id(names.unwrap(child))]].add(name)
+        keys: dict[str, set[str]] = {key: {key} for key in self.groups}
+        for name in graphlib.TopologicalSorter(holders).static_order():
+            if name in keys:
+                continue
+            keys[name] = set().union(*(keys[holder] for holder in holders[name]))
+            if len(keys[name]) == 1 or not any(True for _ in self.modules[name].parameters()):
+                continue
+            if has_forward(self.modules[name]):
+                self.groups[name], keys[name] = _Group((name,), "shared", "held by several units"), {name}
+            else:
+                inside = {id(tensor) for tensor in _torch.own_parameters(self.modules[name]).values()}
+                of_module = (p.name for p in self.parameters if id(p.tensor) in inside)
+                self.replicated |= dict.fromkeys(of_module, "held by several units in a module without a forward")
 
     def _join_ties(self) -> None:
         ties = [p for p in self.parameters if len(p.owners) > 1 and p.name not in self.replicated]

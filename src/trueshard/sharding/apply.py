@@ -91,7 +91,7 @@ def apply(
     if shared is not None and parts is not None:
         split_ends(modules, parts, shared.get_group())
     # [Note: Order of application]
-    for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
+    for unit in sorted(plan.units, key=lambda unit: -max(index.depths[name] for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
     _torch.follow_accumulation(root)
     if plan.exact and mesh.size(-1) == 1:

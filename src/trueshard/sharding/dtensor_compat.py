@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, is_simulated
-from trueshard.model import registry
+from trueshard.model import names, registry
 from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.stall_watch import time_limit, user_line
 
@@ -174,6 +174,23 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
     else:
         part = distribute_tensor(value.to(_torch.local(tensor).device), mesh, placements, src_data_rank=None)
     _torch.local(tensor).copy_(_torch.local(part))
+
+
+def explain_mixed(value: DTensor) -> str:
+    """Return why a layer is given a sharded weight: its parameter is read where its unit is not gathered."""
+    storage = _torch.storage_identity(_torch.local(value))
+    for runtime in registry.models():
+        modules = dict(names.named_modules(runtime.root))
+        for name, module, _, tensor in names.named_tensors(runtime.root, "parameters"):
+            if isinstance(tensor, DTensor) and _torch.storage_identity(_torch.local(tensor)) == storage:
+                owner = next(known for known, other in modules.items() if other is module)
+                blocks = (unit.modules[0] for unit in runtime.plan.units if unit.kind == "block")
+                classes = sorted({_torch.own_class(modules[block]).__name__ for block in blocks})
+                return (
+                    f"{name!r} is read where its unit is not gathered, outside the unit's forward. Make its module a "
+                    f"unit, too, which is gathered wherever it is read: units={[*classes, owner]}"
+                )
+    return "a sharded tensor meets a plain one: call full_tensor() on it, on every rank"
 
 
 def _words(site: str, others: str) -> str:

@@ -377,7 +377,8 @@ class Runtime(ShardedModel):
     def gather_for_reader(self, module: ShardedModule) -> None:
         """Gather a unit whose parameter is read outside its forward, and from now on keep it to the end of backward.
 
-        The unit's own hooks know nothing of this use, so they would neither free it after nor gather it for backward.
+        The unit's own hooks know nothing of this use: they would neither gather it for backward, nor free and reduce it
+        after this use.
         The plan shows the unit's new policy, and a warning says it.
         """
         number = self.homes[module]
@@ -396,6 +397,7 @@ class Runtime(ShardedModel):
         finally:
             self._leave_state(State.READ)
         _torch.set_reshard_after_forward(module, False, self.smaller_meshes)
+        _torch.reduce_at_end(module)
 
 
 def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

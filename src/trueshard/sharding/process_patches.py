@@ -22,6 +22,7 @@ from trueshard.sharding.dtensor_compat import (
     assign_data,
     check_functional_call,
     differentiate,
+    explain_mixed,
 )
 
 
@@ -134,6 +135,12 @@ PATCHES = (
         "write through a view (`p[:2].zero_()`) to the shards",
         "a view is a new DTensor, of a gathered copy",
         lambda: _torch.write_through_views(is_ours),
+    ),
+    Patch(
+        "DTensor's operators of layers (`mm`, `embedding`, …)",
+        "name a parameter that is read where its unit is not gathered, and the remedy",
+        "DTensor has one table of operators",
+        lambda: _torch.refuse_mixed(is_ours, explain_mixed),
     ),
     Patch(
         "`DTensor.__ne__` (torch 2.11)",
