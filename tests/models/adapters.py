@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from models.case import Case, language, regression, seeded, squared_error
-from models.decoders import DENSE
+from models.decoders import DENSE, EXPERTS
 from models.handmade import Stack
 
 _ATTENTION = ["q_proj", "v_proj"]
@@ -23,8 +23,8 @@ def _adapted(base: Callable[[], nn.Module], config: str, options: dict[str, Any]
     return build
 
 
-def _llama(config: str, **options: Any) -> Case:
-    build = _adapted(lambda: DENSE["llama"].build(0), config, {"task_type": "CAUSAL_LM"} | options)
+def _llama(config: str, base: Case = DENSE["llama"], **options: Any) -> Case:
+    build = _adapted(lambda: base.build(0), config, {"task_type": "CAUSAL_LM"} | options)
     return Case(build, language, kind="peft")
 
 
@@ -51,6 +51,9 @@ PEFT: dict[str, Case] = {
     "lora_all_linear": _lora(target_modules="all-linear"),
     "dora": _lora(target_modules=_ATTENTION, use_dora=True),
     "modules_to_save": _lora(target_modules=_ATTENTION, modules_to_save=["lm_head"]),
+    "lora_of_parameters": _lora(target_modules=[], target_parameters=["q_proj.weight", "up_proj.weight"]),
+    "lora_of_experts": _lora(target_modules=[], target_parameters=["experts.gate_up_proj"], base=EXPERTS["mixtral"]),
+    "vblora": _llama("VBLoRAConfig", target_modules=_ATTENTION, num_vectors=6, vector_length=4, topk=2),
     "prompt_tuning": _llama("PromptTuningConfig", num_virtual_tokens=4),
     "lora_plain_module": Case(
         _with_trained_b(_adapted(Stack, "LoraConfig", {"r": 2, "target_modules": ["up", "down"]})),

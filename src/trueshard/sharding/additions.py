@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import ParametrizationList
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
@@ -32,7 +33,7 @@ from trueshard.distributed import device_of
 from trueshard.model import agreement, names, registry
 from trueshard.model.names import Held
 from trueshard.plans import Replicated
-from trueshard.sharding.hooks import Runtime
+from trueshard.sharding.hooks import Runtime, State
 from trueshard.sharding.replicated import HoldsWhole
 
 
@@ -103,6 +104,9 @@ def _module_assigned(parent: nn.Module, name: str, child: nn.Module | None) -> N
     if home is None or child is None:
         return
     runtime, number = home
+    if isinstance(child, ParametrizationList) and (runtime.is_in(State.PASS) or _torch.in_backward()):
+        # For a call alone, as PEFT's target_parameters: what FSDP2 has gathered is put back before it is freed.
+        return
     new = [module for module in child.modules() if _home(module) is None]
     if any(type(module).__module__.startswith("peft.") for module in new):
         raise RuntimeError(
