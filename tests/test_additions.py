@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -136,7 +139,10 @@ def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(rank: int, 
     assert embedded.resize_token_embeddings() is embedded.transformer.wte
     with pytest.raises(RuntimeError, match=naming("31", "40", "resize_token_embeddings", "before shard()")):
         embedded.resize_token_embeddings(40)
-    for write in (pickle.dumps, lambda it: torch.save(it, io.BytesIO()), lambda it: it.save_pretrained("nowhere")):
+    writers: list[Callable[[Any], Any]] = [pickle.dumps, lambda it: torch.save(it, io.BytesIO())]
+    writers += [lambda it: it.save_pretrained("nowhere"), lambda it: it.transformer.save_pretrained(tempfile.mkdtemp())]
+    writers += [lambda it: safetensors.torch.save(it.state_dict())]
+    for write in writers:
         with pytest.raises(RuntimeError, match=naming("trueshard.save(folder, model=model)")):
             write(embedded)
     with pytest.raises(RuntimeError, match=naming("sharded", "DistributedDataParallel", "trueshard.Trainer")):

@@ -292,7 +292,9 @@ def test_rows_of_the_whole(rank: int, world_size: int) -> None:
         _torch.write_through_views(is_any),
         _torch.clip_over_meshes(is_any),
         _torch.refuse_mixed(is_any, lambda tensor: f"of {tensor.shape[0]} rows"),
+        _torch.refuse_storage(is_any, lambda: "refused"),
     )
+    assert tensor.storage() == "refused"
     with pytest.raises(RuntimeError, match="of 4 rows"):
         torch.ones(2, 4) @ tensor.T
     other = distribute_tensor(rows[:2], init_device_mesh("cpu", (2,), mesh_dim_names=("other",)), [Shard(0)])

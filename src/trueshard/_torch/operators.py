@@ -251,6 +251,19 @@ def _in_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return operator(target, gathered(other), *args[2:], **kwargs)
 
 
+def refuse_storage(ours: Ours, refuse: Callable[[], Any]) -> Undo:
+    """Let ``storage()`` of a DTensor call ``refuse()``, which raises: serializers ask it for an address to write from.
+
+    torch says that a pointer is invalid. safetensors comes here when ``untyped_storage().data_ptr()`` has failed.
+    """
+    inner = torch.Tensor.storage
+
+    def storage(self: DTensor) -> Any:
+        return refuse() if ours(self) else inner(self)
+
+    return replace(DTensor, "storage", storage)
+
+
 def refuse_mixed(ours: Ours, explain: Callable[[DTensor], str]) -> Undo:
     """Let a layer that is given a plain tensor and a sharded weight raise RuntimeError with ``explain(weight)``.
 

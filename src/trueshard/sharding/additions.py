@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,11 +44,11 @@ def follow_assignments(runtime: Runtime, numbers: Mapping[nn.Module, int]) -> No
     root: Any = runtime.root
     if (resize := getattr(root, "resize_token_embeddings", None)) is not None:
         root.__dict__["resize_token_embeddings"] = functools.partial(_resize, resize)
-    for method in ("save_pretrained", "push_to_hub"):
-        if hasattr(root, method):
-            root.__dict__[method] = functools.partial(_refuse_to_write, f"{method}()")
+    for module, method in itertools.product(root.modules(), ("save_pretrained", "push_to_hub")):
+        if hasattr(module, method):  # an inner model's too: it would write on one rank, and wait there
+            module.__dict__[method] = functools.partial(refuse_to_write, f"{method}()")
     # Only pickle and ``copy.copy`` come here: ``copy.deepcopy`` looks for ``__deepcopy__`` first.
-    root.__dict__["__reduce_ex__"] = functools.partial(_refuse_to_write, "pickle, copy.copy(), or torch.save() of it,")
+    root.__dict__["__reduce_ex__"] = functools.partial(refuse_to_write, "pickle, copy.copy(), or torch.save() of it,")
     registries = [
         (_torch.own_parameters(module), attribute, name)
         for name, _, _, places in _torch.sharded_places(root)
@@ -75,7 +76,8 @@ def watch_assignments() -> Callable[[], None]:
     return _torch.together(modules.remove, parameters.remove)
 
 
-def _refuse_to_write(what: str, *_: Any, **__: Any) -> Any:
+def refuse_to_write(what: str, *_: Any, **__: Any) -> Any:
+    """Raise RuntimeError: ``what`` writes a sharded model as if its tensors were whole."""
     raise RuntimeError(
         f"{what} would write this rank's shards of a sharded model: call trueshard.save(folder, model=model) on every "
         "rank, which writes a folder that from_pretrained() reads"

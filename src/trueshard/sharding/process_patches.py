@@ -143,6 +143,12 @@ PATCHES = (
         lambda: _torch.refuse_mixed(is_ours, explain_mixed),
     ),
     Patch(
+        "`DTensor.storage()`",
+        "names `trueshard.save` to a serializer (safetensors, `save_pretrained` of an inner model)",
+        "serializers are plain functions that are given tensors",
+        lambda: _torch.refuse_storage(is_ours, lambda: additions.refuse_to_write("a serializer (safetensors)")),
+    ),
+    Patch(
         "`DTensor.__ne__` (torch 2.11)",
         "`a != b`, for which that torch has no rule",
         "DTensor has one table of operators",
