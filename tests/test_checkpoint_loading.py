@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
 import trueshard
+from cases import on_ranks
 from checkpointing import SETUPS, everything, go_on, hub_model, logits, scribble
 from gathering import whole
 from messages import naming
@@ -462,6 +464,22 @@ def test_a_hugging_face_directory_loads_into_sharded_and_meta_models(
             assert_same(result["tensors"], expected["tensors"])
             assert_same(result["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
     assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
+
+
+@on_ranks(2)
+def test_what_was_loaded_stays_when_its_file_is_written_to(rank: int, world_size: int, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    if rank == 0:
+        save_file({name: torch.full(tensor.shape, 2.0) for name, tensor in Stack().state_dict().items()}, file)
+    dist.barrier()
+    with torch.device("meta"):
+        model = Stack()
+    trueshard.shard(model)
+    trueshard.load(file, model=model)
+    if rank == 0:
+        file.write_bytes(bytes(file.stat().st_size))
+    dist.barrier()
+    assert all((tensor.full_tensor() == 2).all() for tensor in model.parameters())
 
 
 def incomplete(rank: int, world_size: int, folder: str) -> None:

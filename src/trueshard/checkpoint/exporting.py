@@ -456,7 +456,7 @@ def _fill(model: Any, source: ExportSource, checked: Callable[[str], bool]) -> N
     if left := uncomputable(model, set(targets)):
         raise ValueError(f"{catalogue.where}: nothing computes {left[0]!r}, which no checkpoint has")
     with torch.no_grad():
-        filled = materialise(model, catalogue, targets)
+        filled = materialise(model, targets, mapping=catalogue)
         for part in held.values():
             if id(part.tensor) not in filled:
                 catalogue.fill(targets[id(part.tensor)], part.tensor)

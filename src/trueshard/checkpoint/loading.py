@@ -119,7 +119,6 @@ class LoadJob:
         self._group, self._options, self._renaming, self._more = group, options, renaming, more
         # What ``_open`` has matched: nothing is changed before every rank has matched its own.
         self._targets: list[tuple[str, torch.Tensor]] = []  # (key in the catalogue, the model's tensor that it fills)
-        self._filled: set[int] = set()  # ``id`` of those that ``materialise`` has given their values
         self._loads: list[OptimizerLoad] = []
         self._misfits: dict[str, dict[str, str]] = {"mismatched": {}, "missing": {}, "unexpected": {}, "new": {}}
         """Kind of misfit → name → text; "new" is no error."""
@@ -334,13 +333,12 @@ class LoadJob:
     def _materialise(self) -> None:
         key_of = {id(tensor): key for key, tensor in self._targets}
         for module in self._models.values():
-            self._filled |= materialise(module, self._catalogue, key_of)
+            materialise(module, key_of)
 
     def _apply(self) -> None:
         failures: list[Exception] = []
         for key, tensor in self._targets:
-            if id(tensor) not in self._filled:
-                self._catalogue.fill_together(key, tensor, failures)
+            self._catalogue.fill_together(key, tensor, failures)
         for load in self._loads:
             load.apply(failures)
         if failures:

@@ -1,7 +1,7 @@
 """Give memory to models on the meta device, so that values can be loaded into them.
 
 - Parameters and buffers remain the same objects, so that optimizers, ties and hooks go on with them.
-- What is loaded on the CPU is, where rows lie in one piece, a private map of the file.
+- What is loaded is a copy: a map of the file would change when somebody writes to the file.
 - What is in no checkpoint (mostly non-persistent buffers) is computed as the model itself does: by ``_init_weights`` of
   transformers, or ``reset_parameters``. Memory is marked before, so that tensors which none has written are found.
 """
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint import process_group
 from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import dtype_of
 from trueshard.distributed import device_of
@@ -35,8 +34,14 @@ def uncomputable(model: nn.Module, loaded: set[int]) -> list[str]:
     return [name for name, module, tensor in _meta_tensors(model, loaded) if not _functions(owners, module)]
 
 
-def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str]) -> set[int]:
-    """Give memory to meta tensors; return the ``id`` of each one that has its values now."""
+def materialise(model: nn.Module, key_of: Mapping[int, str], mapping: Catalogue | None = None) -> set[int]:
+    """Give memory to meta tensors; return the ``id`` of each one that has its values now.
+
+    Args:
+        model: may be sharded.
+        key_of: ``id`` of a tensor that is to be loaded → its key.
+        mapping: has the values of plain tensors that may be private maps of its files, for a model that lives shortly.
+    """
     owners, offloaded = initialisers(names.unwrap(model)), _torch.offloaded(names.unwrap(model))
     sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
     computing = HOST if sharded is None else device_of(sharded.device_mesh)
@@ -50,7 +55,7 @@ def materialise(model: nn.Module, catalogue: Catalogue, key_of: Mapping[int, str
     for _, _, tensor in _meta_tensors(model, set()):
         if tensor.is_meta:  # not replaced under another name
             key = key_of.get(id(tensor))
-            mapped = None if key is None else _mapped(catalogue, key, tensor)
+            mapped = None if key is None or mapping is None else _mapped(mapping, key, tensor)
             give_memory(tensor, mapped, HOST if id(tensor) in offloaded else computing)
             if mapped is not None:
                 filled.add(id(tensor))
@@ -75,21 +80,16 @@ def give_memory(tensor: torch.Tensor, local: torch.Tensor | None, device: torch.
 
 
 def _mapped(catalogue: Catalogue, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's rows as they lie in the file; None where they have to be copied."""
-    if isinstance(tensor, DTensor) and (
-        tensor.device_mesh.device_type != "cpu" or not process_group.is_unpadded(tensor)
-    ):
+    """Return a tensor as it lies in the file; None where it has to be copied."""
+    if dtype_of(catalogue.entries[key].dtype) != tensor.dtype or not tensor.is_contiguous() or not tensor.numel():
         return None
-    local = _torch.local(tensor)
-    if dtype_of(catalogue.entries[key].dtype) != tensor.dtype or not local.is_contiguous() or not local.numel():
-        return None
-    pieces = [piece for piece, _ in catalogue.ranges(key, *process_group.bytes_here(tensor))]
+    pieces = [piece for piece, _ in catalogue.ranges(key, 0, catalogue.entries[key].nbytes)]
     if len(pieces) != 1 or pieces[0].begin % tensor.dtype.itemsize:
         return None
     if (buffer := catalogue.directory.mapped(pieces[0].file, mmap.ACCESS_COPY)) is None:
         return None
-    flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=local.numel(), offset=pieces[0].begin)
-    return flat.view(local.shape)
+    flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=pieces[0].begin)
+    return flat.view(tensor.shape)
 
 
 def initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], Any]]:

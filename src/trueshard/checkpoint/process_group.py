@@ -200,14 +200,6 @@ def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in dims]
 
 
-def is_unpadded(tensor: DTensor) -> bool:
-    """True if all ranks' shards are equally many whole rows, so that FSDP2 keeps them without padding."""
-    if not has_one_run(tensor):
-        return False
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return tensor.ndim > 0 and tensor.shape[0] % math.prod(tensor.device_mesh.size(dim) for dim in sharded) == 0
-
-
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements of this rank's shard in row order, without a copy if it is on the CPU and contiguous."""
     local = _torch.local(tensor).detach().cpu().contiguous().resolve_conj().resolve_neg()
