@@ -38,7 +38,7 @@ RECOMPUTE_WORDS = get_args(Recompute)
 OFFLOAD_WORDS = get_args(Offload)
 PRECISION_WORDS = get_args(PrecisionWord)
 
-TENSOR_KEYS = ("ranks", "sequence")
+TENSOR_KEYS = ("ranks", "sequence", "trial")
 """Keys of the option ``tensor`` that are no glob."""
 EXPONENTS = range(-126, 75)
 """Exponents of a grid's step that ``exact`` may name: steps and ranges are numbers that float32 holds."""
@@ -142,7 +142,8 @@ class Options(AppliedOptions):
         """Ranks that share each matrix. As the model's own plan says (transformers' ``tp_plan``); neighbours, of one
         node. Or a table from globs over names of modules to styles, with ``"ranks"``, the number of ranks, unless a
         mesh has it, and ``"sequence"``: true if each rank holds its part of the sequence between matrices, which saves
-        memory.""",
+        memory. Before that, one block of each class is tried on a few tokens, whole and in parts; ``"trial"``: false
+        leaves it out.""",
         text=int | dict[str, bool | int | str],
         least=1,
     )

@@ -210,6 +210,10 @@ class Plan(AppliedOptions):
     """Glob over names of modules and parameters → how ``tensor`` ranks share them; empty: as the model's plan says."""
     sequence: bool = False
     """True if each of the ``tensor`` ranks holds a part of the sequence between matrices."""
+    trial: bool = True
+    """True if ``shard()`` tries whether ``tensor`` ranks compute what one process does."""
+    tried: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """What these trials found, in sentences; not read when the plan is applied."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
@@ -224,6 +228,7 @@ class Plan(AppliedOptions):
         _a_bool("compile", self.compile)
         _a_bool("pipeline", self.pipeline)
         _a_bool("sequence", self.sequence)
+        _a_bool("trial", self.trial)
         _check_exact(self.exact)
         for axis in OPTIONS:
             if type(size := getattr(self, axis)) is not int or size < 1:
@@ -249,6 +254,7 @@ class Plan(AppliedOptions):
             tensor=cast(int, tensor.get("ranks", 1)),
             styles={glob: str(style) for glob, style in tensor.items() if glob not in TENSOR_KEYS},
             sequence=cast(bool, tensor.get("sequence", False)),
+            trial=cast(bool, tensor.get("trial", True)),
             **applied | {"compile": bool(options.compile)},
         )
 
@@ -296,7 +302,7 @@ class Plan(AppliedOptions):
             data = data["plan"]
         if (version := data.pop("version", VERSION)) != VERSION:
             raise ValueError(f"plan version {version} is not the one that this library reads ({VERSION})")
-        data["ranks"] = tuple(_list(data, "ranks"))
+        data["ranks"], data["tried"] = (tuple(_list(data, key)) for key in ("ranks", "tried"))
         for key, kind in (("units", Unit), ("replicated", Replicated)):
             data[key] = tuple(_build(kind, value, f"{key}[{i}]") for i, value in enumerate(_list(data, key)))
         for key, part in (("mixed_precision", MixedPrecision), ("forecast", Forecast)):
@@ -317,7 +323,10 @@ class Plan(AppliedOptions):
             name = unit.name or "(root)"
             rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
         rows += [(r.name, f"{r.parameters:,}", "", "", "", "replicated", "", r.why) for r in self.replicated]
-        return "\n".join(table(head, rows, right=(1, 2, 3)))
+        tried = [f"tensor={self.tensor}, tried: {sentence}" for sentence in self.tried]
+        if self.tensor > 1 and not self.trial:
+            tried = [f"tensor={self.tensor}, not tried: turned off"]
+        return "\n".join([*table(head, rows, right=(1, 2, 3)), *tried])
 
 
 def _one_of(what: str, word: Any, words: Sequence[str]) -> None:

@@ -19,3 +19,4 @@ from trueshard._torch.ring import *
 from trueshard._torch.rows import *
 from trueshard._torch.simulating import *
 from trueshard._torch.tensors import *
+from trueshard._torch.thread_ranks import *

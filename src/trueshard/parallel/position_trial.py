@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,14 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.parallel.forward_trial import copy_without_hooks, list_of, run_holder
+from trueshard.parallel.forward_trial import list_of, run_holder
+from trueshard.parallel.module_copies import LARGE, copy_tree, kind_of, random_values, real_values
 
 LENGTH = 11
 """Tokens of the sequence on which a block is tried: a prime, by which the dimension of positions is recognised."""
 _PLACE = 5
 """Position of the token that differs."""
-_LARGE = 1 << 20
-"""Elements from which on a weight has less memory than elements."""
 CALLS = "_trueshard_trial_calls"
 """Attribute of the modules of attention in a copy: what ``attend_alone`` notes."""
 
@@ -88,7 +86,7 @@ class _Trial:
 
     def visit(self, block: nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Try a block that its holder calls with these arguments, if none of its kind was tried."""
-        kind = _kind(names.unwrap(block))
+        kind = kind_of(names.unwrap(block))
         if kind not in self.kinds and not self.why:
             self.kinds.add(kind)
             self._try(block, hidden, args, kwargs)
@@ -118,28 +116,18 @@ class _Trial:
 
     def copy(self, module: nn.Module, calls: dict[str, list[Any]] | None = None) -> nn.Module:
         """Return a copy with random weights, its own buffers, and the configurations of the trial."""
-        copied = copy_without_hooks(module)
-        state = copied.__dict__
-        state["training"] = False
-        state["_parameters"] = {
-            key: None if p is None else nn.Parameter(_random(p, self.noise), requires_grad=False)
-            for key, p in _torch.own_parameters(module).items()
-        }
-        state["_buffers"] = {
-            key: None if b is None else _real(b, self.noise) for key, b in _torch.own_buffers(module).items()
-        }
-        state["_modules"] = {
-            key: None if child is None else self.copy(names.unwrap(child), calls)
-            for key, child in _torch.own_modules(module).items()
-        }
-        for key, value in list(state.items()):
-            if id(value) in self.configs:
-                state[key] = self.configs[id(value)]
-            elif isinstance(value, types.MethodType) and value.__self__ is module:
-                state[key] = types.MethodType(value.__func__, copied)
-        if calls is not None and id(module) in self.attention:
-            state[CALLS] = calls.setdefault(self.module_names[id(module)], [])
-        return copied
+
+        def finish(original: nn.Module, copied: nn.Module) -> None:
+            if calls is not None and id(original) in self.attention:
+                copied.__dict__[CALLS] = calls.setdefault(self.module_names[id(original)], [])
+
+        return copy_tree(
+            module,
+            lambda p: nn.Parameter(random_values(p, self.noise), requires_grad=False),
+            lambda b: real_values(b, self.noise),
+            replaced=self.configs,
+            finish=finish,
+        )
 
     def _compare(self, readings: list[list[Reading]], arguments: list[dict[str, list[Any]]]) -> str | None:
         """Return what gave something else for a token that did not change, innermost and first."""
@@ -208,43 +196,12 @@ def _same_elsewhere(one: torch.Tensor, two: torch.Tensor) -> bool:
     return any(torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True) for first, second in pairs)
 
 
-def _real(buffer: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Return a buffer on the CPU, in float32 where it has floats; of one without memory random numbers."""
-    if type(buffer) is not torch.Tensor or buffer.is_meta:  # a fake tensor has a class of its own
-        return _random(buffer, noise)
-    return buffer.cpu().float() if buffer.is_floating_point() else buffer.cpu()
-
-
-def _random(tensor: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Return random numbers of the shape of ``tensor``, in float32 where it has floats; large ones share memory."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    scale = 1.0 if tensor.ndim < 2 else tensor.shape[-1] ** -0.5
-    if tensor.numel() < _LARGE:
-        return torch.rand(tensor.shape, generator=noise).sub_(0.4 if tensor.ndim > 1 else -0.5).mul_(scale)
-    # Row i begins 7 elements after row i - 1, a matrix 13 after the one before: no two rows are equal.
-    strides = (13,) * (tensor.ndim - 2) + (7, 1) if tensor.ndim > 1 else (1,)
-    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True))
-    return torch.rand(size, generator=noise).sub_(0.4).mul_(scale).as_strided(tensor.shape, strides)
-
-
 class _CheapMatrices(TorchFunctionMode):
     """Multiply by large matrices at the cost of a sum: all features of a token are mixed, and no others."""
 
     def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and len(args) > 1 and args[1].numel() >= _LARGE:
+        if function is F.linear and len(args) > 1 and args[1].numel() >= LARGE:
             inputs, (rows, columns) = args[0], args[1].shape
             features = torch.arange(rows).remainder(columns)
             return inputs[..., features] + inputs.sum(-1, keepdim=True) / columns**0.5
         return function(*args, **(kwargs or {}))
-
-
-def _kind(block: nn.Module) -> Any:
-    """Return what blocks that compute alike have in common: modules, shapes, settings, functions of their own."""
-    plain = (bool, int, float, str, types.FunctionType, types.MethodType, functools.partial)
-    kind = set()
-    for name, module in block.named_modules():
-        settings = ((k, getattr(v, "__func__", v)) for k, v in vars(module).items() if isinstance(v, plain))
-        shapes = ((key, None if p is None else p.shape) for key, p in _torch.own_parameters(module).items())
-        kind.add((name, _torch.own_class(module), frozenset(s for s in settings if s[0] != "layer_idx"), *shapes))
-    return frozenset(kind)

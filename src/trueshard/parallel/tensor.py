@@ -1,7 +1,7 @@
 """The tensor axis: which modules its ranks share, and how; what cannot be shared; and the cutting itself.
 
 - The styles are those of the model's own plan (transformers' ``tp_plan``), or the user's, by globs over names.
-- A layer of PEFT's LoRA is shared as the linear layer in it is, its two matrices along.
+- A layer that PEFT has adapted is shared as the layer in it is (``adapters``).
 - A parameter is cut before FSDP2 shards it: FSDP2 gathers this rank's part, and the module computes with it. What no
   style cuts, every rank of the axis has whole (``Replicate``), so that all parameters of a model are on one mesh.
 """
@@ -22,6 +22,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.names import Held, Index, nearest
 from trueshard.model.regions import rows_of
+from trueshard.parallel.adapters import adapter_styles, is_adapter, refuse_adapters, refuse_later_adapters
 from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.sequence import Parts, parts_of, split_children
 from trueshard.parallel.tp_styles import REPLICATE, STYLES, Style, compute_with_parts, share_forward
@@ -43,7 +44,7 @@ def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
             raise ValueError(
                 "tensor: the model is cut already; leave out tensor, or give shard() the model before that"
             )
-        _refuse_later_adapters(index)
+        refuse_later_adapters(index)
         return dataclasses.replace(plan, tensor=mesh.size())
     if plan.tensor == 1:
         if plan.styles:
@@ -114,7 +115,7 @@ def _of_parted_ties(index: Index, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the modules of ties that a model's own plan would cut in one place and not in another: not at all."""
     result: dict[str, str] = {}
     for held in index.parameters:
-        dims = {getattr(_placement(held, i, styles), "dim", None) for i in range(len(held.places))}
+        dims = {getattr(placement_of(held, i, styles), "dim", None) for i in range(len(held.places))}
         if len(dims) > 1:
             result |= {name.rpartition(".")[0]: REPLICATE for name in held.names}
     return result
@@ -133,8 +134,8 @@ def by_name(index: Index, plan: Plan, styles: Mapping[str, str], *, strict: bool
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, index.all_names)}")
         result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(prefixes)), word)
     for name in list(result):
-        if hasattr(index.modules.get(name), "lora_A"):
-            result |= _of_adapter(name, index.modules[name], result.pop(name))
+        if is_adapter(module := index.modules.get(name)):
+            result |= adapter_styles(name, module, result.pop(name))
     return result
 
 
@@ -143,32 +144,7 @@ def _matching(glob: str, all_names: list[str]) -> list[str]:
     return [name for name in all_names if matches(name)]
 
 
-def _of_adapter(name: str, layer: Any, word: str) -> dict[str, str]:
-    """Return the styles of the parts of a LoRA layer: the low rank between its two matrices is on every rank."""
-    result = {f"{name}.base_layer": word}
-    for adapter in layer.lora_A:
-        if STYLES[word].linear:  # LoRA's second matrix makes the outputs, its first takes the inputs
-            matrix = "lora_B" if STYLES[word].dim == -2 else "lora_A"
-            result[f"{name}.{matrix}.{adapter}"] = word
-    return result
-
-
 # What cannot be shared
-
-
-def _refuse_later_adapters(index: Index) -> None:
-    """Raise ValueError for LoRA matrices of the size of a rank's part: each rank would train its own as a copy."""
-    for name, layer in index.modules.items():
-        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
-        if not isinstance(weight, DTensor) or weight.ndim != 2:
-            continue
-        for dim, attribute in enumerate(("lora_B", "lora_A")):
-            matrices: Any = getattr(layer, attribute, {})
-            if any(matrice.weight.shape[dim] != weight.shape[dim] for matrice in matrices.values()):
-                raise ValueError(
-                    f"{name!r} was adapted by PEFT after the model was cut, and its {attribute} is of the size of a "
-                    "rank's part: adapt the whole model and let shard() cut both, with tensor="
-                )
 
 
 def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
@@ -178,7 +154,7 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
             _refuse_module(name, index.modules[name], word, ranks)
     replicated = {parameter.name for parameter in plan.replicated}
     for held in index.parameters:
-        placements = [_placement(held, i, styles) for i in range(len(held.places))]
+        placements = [placement_of(held, i, styles) for i in range(len(held.places))]
         dims = {getattr(placement, "dim", None) for placement in placements}
         if len(dims) > 1:
             raise ValueError(
@@ -198,6 +174,7 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
                 f"would have nothing along dimension {dim}"
             )
     _refuse_heads(index.modules, styles, ranks)
+    refuse_adapters(index)
     refuse_random(index, "tensor", ranks)
     if plan.sequence:
         parts_of(index.modules, plan, styles)
@@ -255,7 +232,7 @@ def refuse_random(index: Index, axis: str, ranks: int) -> None:
 # The cutting
 
 
-def _placement(held: Held, place: int, styles: Mapping[str, str]) -> Any:
+def placement_of(held: Held, place: int, styles: Mapping[str, str]) -> Any:
     """Return how the parameter is placed on the axis, as the style of one of its places says."""
     return _style_of(held.names[place], styles).placement(held.tensor)
 
@@ -277,25 +254,51 @@ def cut(index: Index, plan: Plan, mesh: DeviceMesh, last_input: LastInput) -> Pa
     parts = parts_of(index.modules, plan, styles) if plan.sequence else None
     sums: dict[nn.Module, set[str]] = {}
     for held in names.held_tensors(index.root, "parameters"):  # not the index's: experts may have been cut since
-        if held.name in replicated or isinstance(held.tensor, DTensor):
+        if isinstance(held.tensor, DTensor):
+            continue
+        if held.name in replicated:
+            add_sums(sums, held, styles, None)
             continue
         old: Any = held.tensor
-        placed = distribute_tensor(old.detach(), mesh, [_placement(held, 0, styles)], src_data_rank=None)
+        placed = distribute_tensor(old.detach(), mesh, [placement_of(held, 0, styles)], src_data_rank=None)
         new = nn.Parameter(placed, requires_grad=old.requires_grad)
-        for name, (module, attribute) in zip(held.names, held.places, strict=True):
+        for module, attribute in held.places:
             _torch.own_parameters(module)[attribute] = new
-            is_sum = _style_of(name, styles).sums or (parts is not None and parts.holds_parts(name))
-            sums.setdefault(module, set()).update([attribute] if is_sum else [])
+        add_sums(sums, held, styles, parts)
+    share_modules(index.root, index.modules, styles, parts, sums, mesh.get_group(), last_input)
+    return parts
+
+
+Sums = dict[nn.Module, set[str]]
+"""Module → its attributes that hold parameters which are whole, and whose gradients on ranks are parts of a sum."""
+
+
+def add_sums(sums: Sums, held: Held, styles: Mapping[str, str], parts: Parts | None) -> None:
+    """Note a whole parameter where its gradients on ranks are parts of a sum."""
+    for name, (module, attribute) in zip(held.names, held.places, strict=True):
+        is_sum = _style_of(name, styles).sums or (parts is not None and parts.holds_parts(name))
+        sums.setdefault(module, set()).update([attribute] if is_sum else [])
+
+
+def share_modules(
+    root: nn.Module,
+    modules: Mapping[str, nn.Module],
+    styles: Mapping[str, str],
+    parts: Parts | None,
+    sums: Sums,
+    group: Any,
+    last_input: LastInput,
+) -> None:
+    """Let modules compute with this rank's parts of their parameters, in place."""
     for module, attributes in sums.items():
-        compute_with_parts(module, attributes)
-    for name, module in index.modules.items():
+        compute_with_parts(module, attributes, group)
+    for name, module in modules.items():
         if name in styles:
             if (prepare := STYLES[styles[name]].prepare) is not None:
-                prepare(index.root, module)
-            share_forward(module, styles[name], mesh, last_input, in_block=parts is not None and parts.scatters(name))
+                prepare(root, module)
+            share_forward(module, styles[name], group, last_input, in_block=parts is not None and parts.scatters(name))
     if parts is not None:
-        split_children(index.modules, parts, mesh.get_group())
-    return parts
+        split_children(modules, parts, group)
 
 
 def _reduced_by_hooks(index: Index) -> dict[str, str]:

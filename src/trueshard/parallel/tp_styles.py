@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trueshard import _torch
@@ -27,6 +26,7 @@ from trueshard.parallel.collectives import LastInput, gather, is_split, own_part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _KEY, _SHARED, _LAST = "_trueshard_sums", "_trueshard_shared_head", "_trueshard_last_input"
+_GROUP = "_trueshard_tensor_group"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Style:
     """Class of module that the style is for; None: any."""
     prepare: Callable[[nn.Module, nn.Module], None] | None = None
     """(root, module) → what ``leave`` needs to know is noted on the module."""
+    uncut: str | None = None
+    """The style of a module that every rank computes whole, and that is given and gives what this style's one is."""
 
     @property
     def hands_on(self) -> bool:
@@ -93,6 +95,16 @@ def _gather_vectors(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
     return gather(output, -1, module.embedding_dim, group)
 
 
+def _own_outputs(_: nn.Module, output: Any, group: dist.ProcessGroup) -> Any:
+    return own_part(output, -1, group)
+
+
+def _gather_inputs(module: Any, value: Any, group: dist.ProcessGroup) -> Any:
+    while not hasattr(module, "in_features"):
+        module = module.base_layer
+    return gather(value, -1, module.in_features, group)
+
+
 def _split_input(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
     return own_part(value, -1, group)
 
@@ -115,26 +127,34 @@ def _sum_rope_gradients(module: Any, output: Any, group: dist.ProcessGroup) -> A
 
 REPLICATE = "replicate"
 """The style of what no other style names: every rank has all of it, and computes all of it."""
-_WHOLE = Style(defers=True)
+_WHOLE = Style(defers=True, uncut=REPLICATE)
 _JOINED_COLUMNS = Style(
-    dim=-2, vectors=True, enter=_sum_gradients, leave=_gather_output, linear=True, shares_outputs=True
+    dim=-2,
+    vectors=True,
+    enter=_sum_gradients,
+    leave=_gather_output,
+    linear=True,
+    shares_outputs=True,
+    uncut=REPLICATE,
 )
-_SPLIT_ROWS = Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias")
+_SPLIT_ROWS = Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias", uncut=REPLICATE)
 STYLES: dict[str, Style] = {
-    "colwise": Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True, defers=True),
+    "colwise": Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True, defers=True, uncut="whole_own_outputs"),
     "colwise_gather_output": _JOINED_COLUMNS,
     "colwise_rep": _JOINED_COLUMNS,
-    "rowwise": Style(dim=-1, leave=_sum, linear=True, apart="bias", defers=True),
+    "rowwise": Style(dim=-1, leave=_sum, linear=True, apart="bias", defers=True, uncut="whole_gather_inputs"),
     "rowwise_split_input": _SPLIT_ROWS,
     "rowwise_rep": _SPLIT_ROWS,
-    "embedding_rowwise": Style(dim=-2, by_rows=True, of=nn.Embedding),
-    "embedding_colwise": Style(dim=-1, leave=_gather_vectors, of=nn.Embedding),
+    "embedding_rowwise": Style(dim=-2, by_rows=True, of=nn.Embedding, uncut=REPLICATE),
+    "embedding_colwise": Style(dim=-1, leave=_gather_vectors, of=nn.Embedding, uncut=REPLICATE),
     "packed_colwise": Style(dim=-2, vectors=True, halves=2, enter=_sum_gradients, defers=True),
     "packed_rowwise": Style(dim=-1, halves=2, defers=True),
     "replicated_with_grad_allreduce": Style(sums=True, defers=True),
-    "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum, weights_outputs=True),
+    "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum, weights_outputs=True, uncut=REPLICATE),
     "moe_identity_expert": Style(enter=_divide, local=True),
-    "mla_kv_a_proj": Style(leave=_sum_rope_gradients, prepare=_note_rope),
+    "mla_kv_a_proj": Style(leave=_sum_rope_gradients, prepare=_note_rope, uncut="mla_kv_a_proj"),
+    "whole_own_outputs": Style(leave=_own_outputs),
+    "whole_gather_inputs": Style(enter=_gather_inputs),
     "all_reduce": Style(leave=_sum),
     "local_params": _WHOLE,
     REPLICATE: _WHOLE,
@@ -153,29 +173,31 @@ class ComputesWithParts(nn.Module):
             if placements[0].is_replicate() and name in self.__dict__[_KEY]:
                 placements = (Partial(),)
             return value.to_local(grad_placements=placements)
+        if name in self.__dict__[_KEY] and isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
+            return sum_gradients(value, self.__dict__[_GROUP])  # one that FSDP2 cannot shard
         return value
 
 
-def compute_with_parts(module: nn.Module, sums: set[str]) -> None:
+def compute_with_parts(module: nn.Module, sums: set[str], group: dist.ProcessGroup) -> None:
     """Let ``module`` compute with parts of its parameters; ``sums``: those whose gradients are parts of a sum."""
-    module.__dict__[_KEY] = frozenset(sums)
+    module.__dict__[_KEY], module.__dict__[_GROUP] = frozenset(sums), group
     names.mix_in(module, ComputesWithParts)
 
 
 def share_forward(
-    module: nn.Module, word: str, mesh: DeviceMesh, last_input: LastInput, *, in_block: bool = False
+    module: nn.Module, word: str, group: dist.ProcessGroup, last_input: LastInput, *, in_block: bool = False
 ) -> None:
     """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
 
     Args:
         module: the module.
         word: its style.
-        mesh: the tensor axis.
+        group: ranks of the tensor axis.
         last_input: the model's, so that queries, keys and values sum the gradient of their input once.
         in_block: of a block that holds parts of sequences, whose own children communicate.
     """
     module.__dict__[_LAST] = last_input
-    style, inner, group = STYLES[word], module.forward, mesh.get_group()
+    style, inner = STYLES[word], module.forward
     if style.by_rows:
         module.__dict__["forward"] = _own_rows_of(module, inner, group)
     if not any((style.enter, style.leave, style.apart)):

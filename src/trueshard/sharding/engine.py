@@ -24,6 +24,7 @@ from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
 from trueshard.options import Options
+from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
 from trueshard.plans import Plan, check_options
 from trueshard.sharding import apply, exact
 from trueshard.sharding.hooks import Runtime, runtime_of
@@ -63,6 +64,8 @@ def shard(
         facts += exact.kernels(axes.data) if resolved.exact else []
         facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
+        with agreement.together(mesh):
+            resolved, untried = try_plan(index, resolved, mesh)
         hooked = [p.name for p in index.parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
@@ -80,6 +83,7 @@ def shard(
                     replaced[parameter.tensor] = parameter.name
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 bind(optimizer, verdict)
+            try_in_first_pass(index.modules, untried)
     except BaseException:
         snapshot.restore()
         registry.discard(names.unwrap(model))
