@@ -276,8 +276,10 @@ Sums = dict[nn.Module, set[str]]
 def add_sums(sums: Sums, held: Held, styles: Mapping[str, str], parts: Parts | None) -> None:
     """Note a whole parameter where its gradients on ranks are parts of a sum."""
     for name, (module, attribute) in zip(held.names, held.places, strict=True):
-        is_sum = _style_of(name, styles).sums or (parts is not None and parts.holds_parts(name))
-        sums.setdefault(module, set()).update([attribute] if is_sum else [])
+        style = _style_of(name, styles)
+        is_sum = style.sums or (parts is not None and parts.holds_parts(name))
+        is_whole = style.placement(held.tensor).is_replicate()
+        sums.setdefault(module, set()).update([attribute] if is_sum and is_whole else [])
 
 
 def share_modules(

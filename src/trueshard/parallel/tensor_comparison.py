@@ -281,12 +281,12 @@ def _parameter(value: torch.Tensor, original: torch.Tensor) -> nn.Parameter:
 
 
 def _mapped(value: Any, function: Any) -> Any:
-    """Return nested arguments with ``function`` of each tensor."""
+    """Return nested arguments with ``function`` of each tensor, and copies of what else a forward may write to."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, function) for each in value)
-    return {key: _mapped(each, function) for key, each in value.items()} if type(value) is dict else value
+    return {key: _mapped(each, function) for key, each in value.items()} if type(value) is dict else copy.deepcopy(value)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -37,8 +37,11 @@ LENGTH = 11
 
 _log = logging.getLogger("trueshard")
 
+Untried = dict[str, list[Comparison]]
+"""Name of a module → how it may be tried in the first pass; the first way that runs is taken."""
 
-def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, list[Comparison]]:
+
+def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]:
     """Return the plan with what trials found, and what is left for the first pass.
 
     Rank 0 computes, and tells the others. Collective; the model is not touched.
@@ -47,20 +50,21 @@ def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, list[Com
         ValueError: a module computes something else on parts; names it, its styles and the remedy.
     """
     if plan.tensor == 1 or not plan.trial or arrived_on(index) is not None or distributed.is_simulated(mesh):
-        return plan, []
+        return plan, {}
     trial, error = _Trial(index, plan), None
     if all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim)):
         try:
             trial.run()
         except ValueError as raised:
             error = str(raised)
-    found = (error, trial.tried, trial.added, trial.pending)
-    error, tried, added, pending = distributed.gather_objects(found, mesh)[0]
+    found = (error, trial.tried, trial.added, trial.pending, list(trial.kinds.values()))
+    error, tried, added, pending, kinds = distributed.gather_objects(found, mesh)[0]
     if error is not None:
         raise ValueError(error)
     styles = plan.styles or (by_name(index, plan, plan.styles) if added else {})
     plan = dataclasses.replace(plan, styles={**styles, **added}, tried=tuple(tried))
-    return plan, [trial.comparison(name, left_out) for name, left_out in pending.items()]
+    trial.kinds = dict(enumerate(kinds))
+    return plan, {name: [trial.comparison(name, way) for way in ways] for name, ways in pending.items()}
 
 
 class _Trial:
@@ -75,11 +79,11 @@ class _Trial:
         """Sentences, for the plan."""
         self.added: dict[str, str] = {}
         """Styles that whole parameters lack, by name."""
-        self.pending: dict[str, str] = {}
-        """Modules for the first pass, by name → how blocks in them are left out."""
+        self.pending: dict[str, tuple[str, ...]] = {}
+        """Modules for the first pass, by name → how blocks in them may be left out."""
         self.kinds: dict[Any, list[str]] = {}
         """Kind of block → its blocks, of those that ranks share."""
-        for name in (unit.name for unit in plan.units if unit.kind == "block"):
+        for name in (unit.name for unit in plan.units if unit.kind == "block" and unit.name not in self.styles):
             if shared := self._shared_below(name):
                 kind = kind_of(names.unwrap(index.modules[name])), frozenset(shared.items())
                 self.kinds.setdefault(kind, []).append(name)
@@ -92,12 +96,11 @@ class _Trial:
 
     def run(self) -> None:
         with _torch.real_tensors():
-            left = self._try_by_holders()
-            for blocks in left:
-                self._try_guesses(blocks[0], "", blocks)
+            found = [self._try_guesses(blocks[0], ("",), blocks) for blocks in self._try_by_holders()]
             inside = tuple(f"{name}." for blocks in self.kinds.values() for name in blocks)
-            if any(not f"{name}.".startswith(inside) for name in self._shared_below("")):
-                self._try_guesses("", "tensor" if inside else "", [""])
+            outside = any(not f"{name}.".startswith(inside) for name in self._shared_below(""))
+            if (outside or any(found)) and (error := self._try_guesses("", ("tensor", "tuple") if inside else ("",), [""])):
+                raise error
 
     def _try_by_holders(self) -> list[list[str]]:
         """Try blocks with what their holders give them; return the blocks of each kind that was not tried so."""
@@ -136,16 +139,23 @@ class _Trial:
             lambda b: real_values(b, self.noise),
         )
 
-    def _try_guesses(self, name: str, left_out: str, alike: list[str]) -> None:
-        """Try a module on guessed inputs, or leave it for the first pass."""
+    def _try_guesses(self, name: str, ways: tuple[str, ...], alike: list[str]) -> ValueError | None:
+        """Try a module on guessed inputs, or leave it for the first pass; return what differs.
+
+        What differs in a block may be meant so: the next one goes on with parts. So it is tried with what is around it.
+        """
         why = "no guess of its inputs runs"
-        for way in (left_out, "tuple") if left_out else ("",):
+        for way in ways:
             for guess in self._guesses(self.index.modules[name]):
                 try:
-                    return self._try(name, way, alike, (guess,), {})
+                    self._try(name, way, alike, (guess,), {})
+                    return None
                 except NotTried as reason:
                     why = str(reason)
-        self.pending[name] = left_out
+                except ValueError as error:
+                    self.kinds = {kind: blocks for kind, blocks in self.kinds.items() if blocks is not alike}
+                    return error
+        self.pending[name] = ways
         self.tried.append(f"{self._shown(name, alike)}: in the first pass, since it does not run before ({why})")
         return None
 
@@ -208,28 +218,32 @@ class _LeftOut(nn.Module):
         return (hidden * 1.25,) if self.__dict__["_returns_tuple"] else hidden * 1.25
 
 
-def try_in_first_pass(modules: Mapping[str, nn.Module], comparisons: list[Comparison]) -> None:
-    """Let each comparison run once, before its module first computes with gradients, on what that is given."""
-    for comparison in comparisons:
-        _before_first_pass(modules[comparison.name], comparison)
+def try_in_first_pass(modules: Mapping[str, nn.Module], untried: Untried) -> None:
+    """Try each module once, before it first computes with gradients, on what that is given."""
+    for name, comparisons in untried.items():
+        _before_first_pass(modules[name], comparisons)
 
 
-def _before_first_pass(module: nn.Module, comparison: Comparison) -> None:
-    is_tried = False
-
+def _before_first_pass(module: nn.Module, comparisons: list[Comparison]) -> None:
     @torch.compiler.disable
     def compare(_: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal is_tried
-        if is_tried or not torch.is_grad_enabled():
+        if not comparisons or not torch.is_grad_enabled():
             return
-        is_tried = True
+        ways = list(comparisons)
+        comparisons.clear()  # a copy of the module may have this hook, too
         handle.remove()
-        try:
-            if lacking := comparison.run(args, kwargs):
-                name, word = next(iter(lacking.items()))
-                raise ValueError(f"tensor: the gradient of {name!r} is a part of a sum on each rank: give it {word!r}")
-        except NotTried as reason:
-            shown = comparison.name or type(comparison.module).__name__
-            _log.warning("tensor: whether ranks compute %s as one process does was not tried: %s", shown, reason)
+        for comparison in ways:
+            try:
+                if lacking := comparison.run(args, kwargs):
+                    name, word = next(iter(lacking.items()))
+                    raise ValueError(
+                        f"tensor: the gradients of {name!r} on ranks are parts of a sum: give it the style {word!r}"
+                    )
+            except NotTried as reason:
+                why = reason
+            else:
+                return
+        shown = ways[0].name or type(ways[0].module).__name__
+        _log.warning("tensor: whether ranks compute %s as one process does could not be tried: %s", shown, why)
 
     handle = module.register_forward_pre_hook(compare, with_kwargs=True)
