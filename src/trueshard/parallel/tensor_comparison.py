@@ -286,7 +286,9 @@ def _mapped(value: Any, function: Any) -> Any:
         return function(value)
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, function) for each in value)
-    return {key: _mapped(each, function) for key, each in value.items()} if type(value) is dict else copy.deepcopy(value)
+    if type(value) is dict:
+        return {key: _mapped(each, function) for key, each in value.items()}
+    return copy.deepcopy(value)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -99,7 +99,8 @@ class _Trial:
             found = [self._try_guesses(blocks[0], ("",), blocks) for blocks in self._try_by_holders()]
             inside = tuple(f"{name}." for blocks in self.kinds.values() for name in blocks)
             outside = any(not f"{name}.".startswith(inside) for name in self._shared_below(""))
-            if (outside or any(found)) and (error := self._try_guesses("", ("tensor", "tuple") if inside else ("",), [""])):
+            ways = ("tensor", "tuple") if inside else ("",)
+            if (outside or any(found)) and (error := self._try_guesses("", ways, [""])):
                 raise error
 
     def _try_by_holders(self) -> list[list[str]]:
