@@ -31,7 +31,8 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(30, 30) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = (f(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        heads = self.heads, self.size
+        parts = (f(x).unflatten(-1, heads).transpose(1, 2) for f in (self.query, self.key, self.value))
         return self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -145,6 +146,13 @@ def test_it_can_be_turned_off_and_the_plan_says_so(rank: int, world_size: int) -
     assert trueshard.Plan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match=naming("trial")):
         trueshard.shard(Fused(), tensor={"ranks": 2, "trial": "no", **FUSED})
+
+
+@pytest.mark.rest
+def test_verify_says_what_was_tried() -> None:
+    report = trueshard.verify("Qwen/Qwen3-0.6B", layers=1, steps=1, nproc=2, tensor=2, sequence=16)
+    assert report.held, report
+    assert any("Qwen3DecoderLayer model.layers.0: the same as one process" in note for note in report.notes)
 
 
 # Whole parameters between matrices that ranks share

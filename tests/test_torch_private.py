@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -832,3 +833,26 @@ def test_what_is_offloaded_is_known_of_the_meta_device_too(rank: int, world_size
     trueshard.shard(computing)
     assert _torch.offloaded(resting) == {id(parameter) for parameter in resting.parameters()}
     assert _torch.offloaded(computing) == set()
+
+
+def test_threads_stand_for_ranks() -> None:
+    """Sums and gathers of threads; one that raises leaves none waiting."""
+
+    def collect(rank: int, group: Any) -> Any:
+        total, parts = torch.full((6,), float(rank)), [torch.empty(1) for _ in range(3)]
+        dist.all_reduce(total, group=group)
+        dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
+        part = torch.empty(2)
+        dist.reduce_scatter_tensor(part, torch.arange(6.0), group=group)
+        return total[0].item(), torch.cat(parts).tolist(), part.tolist(), (group.rank(), group.size())
+
+    found = _torch.run_as_ranks(3, collect)
+    assert found == [(3.0, [0.0, 1.0, 2.0], [6.0 * rank, 6.0 * rank + 3], (rank, 3)) for rank in range(3)]
+
+    def fail(rank: int, group: Any) -> None:
+        if rank == 1:
+            raise KeyError("one")
+        dist.all_reduce(torch.ones(1), group=group)
+
+    with pytest.raises(KeyError, match="one"):
+        _torch.run_as_ranks(3, fail)

@@ -270,6 +270,13 @@ class Plan(AppliedOptions):
         modules = (name for unit in self.units if unit.kind == "experts" for name in unit.modules)
         return tuple(modules) if self.experts > 1 else ()
 
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """What ``shard()`` tried of the tensor axis, in sentences."""
+        if self.tensor > 1 and not self.trial:
+            return (f'tensor={self.tensor} was not tried: "trial" is false.',)
+        return tuple(f"tensor={self.tensor}, tried: {sentence}." for sentence in self.tried)
+
     def unit(self, name: str) -> Unit:
         """Return the unit called ``name``, or the one with a module of that name.
 
@@ -323,10 +330,7 @@ class Plan(AppliedOptions):
             name = unit.name or "(root)"
             rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
         rows += [(r.name, f"{r.parameters:,}", "", "", "", "replicated", "", r.why) for r in self.replicated]
-        tried = [f"tensor={self.tensor}, tried: {sentence}" for sentence in self.tried]
-        if self.tensor > 1 and not self.trial:
-            tried = [f"tensor={self.tensor}, not tried: turned off"]
-        return "\n".join([*table(head, rows, right=(1, 2, 3)), *tried])
+        return "\n".join([*table(head, rows, right=(1, 2, 3)), *self.trials])
 
 
 def _one_of(what: str, word: Any, words: Sequence[str]) -> None:

@@ -169,8 +169,8 @@ def run_holder(
 def _width(holder: Any) -> int:
     """Return the width of the embeddings that a holder takes."""
     find = getattr(holder, "get_input_embeddings", None)
-    embeddings = find() if callable(find) else None
-    inside = embeddings.modules() if isinstance(embeddings, nn.Module) else ()  # an adapter may be around it
+    embeddings: Any = find() if callable(find) else None
+    inside = [] if embeddings is None else embeddings.modules()  # an adapter may be around it
     width = next((each.embedding_dim for each in inside if hasattr(each, "embedding_dim")), None)
     if not isinstance(width, int):
         raise RuntimeError(f"{_torch.own_class(holder).__name__} has no input embeddings that say their width")

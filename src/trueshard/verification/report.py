@@ -153,8 +153,8 @@ def contract(
     ascending = sorted([*steps, *([] if failed else restored["steps"])], key=lambda comparison: comparison.excess)
     worst = {(comparison.kind, comparison.name): comparison for comparison in ascending}
     closest = sorted(worst.values(), key=lambda comparison: comparison.excess, reverse=True)[:CLOSEST]
-    trace = restored.trace if failed else ""
-    return Verified(tuple(points), setting, tuple(notes), tuple(closest), str(sharded["plan"]), trace)
+    trace, notes = restored.trace if failed else "", (*notes, *sharded["plan"].trials)
+    return Verified(tuple(points), setting, notes, tuple(closest), str(sharded["plan"]), trace)
 
 
 def point_of(
