@@ -150,7 +150,7 @@ def test_it_can_be_turned_off_and_the_plan_says_so(rank: int, world_size: int) -
 
 @pytest.mark.rest
 def test_verify_says_what_was_tried() -> None:
-    report = trueshard.verify("Qwen/Qwen3-0.6B", layers=1, steps=1, nproc=2, tensor=2, sequence=16)
+    report = trueshard.verify("Qwen/Qwen3-0.6B", layers=1, steps=2, nproc=2, tensor=2, sequence=16)
     assert report.held, report
     assert any("Qwen3DecoderLayer model.layers.0: the same as one process" in note for note in report.notes)
 

@@ -28,17 +28,17 @@ from trueshard.parallel.forward_trial import run_holder
 from trueshard.parallel.module_copies import copy_tree, kind_of, random_values, real_values
 from trueshard.parallel.sequence import Parts, parts_of
 from trueshard.parallel.tensor import arrived_on, by_name
-from trueshard.parallel.tensor_comparison import Comparison, NotTried
+from trueshard.parallel.tensor_comparison import SUMMED, Comparison, NotTried
 from trueshard.parallel.tp_styles import REPLICATE, STYLES
 from trueshard.plans import Plan
 
 LENGTH = 11
 """Tokens of the sequence on which a module is tried."""
 
-_log = logging.getLogger("trueshard")
-
 Untried = dict[str, list[Comparison]]
 """Name of a module → how it may be tried in the first pass; the first way that runs is taken."""
+
+_log = logging.getLogger("trueshard")
 
 
 def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]:
@@ -49,22 +49,22 @@ def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]
     Raises:
         ValueError: a module computes something else on parts; names it, its styles and the remedy.
     """
-    if plan.tensor == 1 or not plan.trial or arrived_on(index) is not None or distributed.is_simulated(mesh):
+    if plan.tensor == 1 or not plan.trial or distributed.is_simulated(mesh):
         return plan, {}
-    trial, error = _Trial(index, plan), None
+    if arrived_on(index) is not None:
+        return dataclasses.replace(plan, tried=("nothing, since the model arrived cut",)), {}
+    trial, error = _Trial(index, plan), ""
     if all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim)):
         try:
             trial.run()
         except ValueError as raised:
             error = str(raised)
-    found = (error, trial.tried, trial.added, trial.pending, list(trial.kinds.values()))
-    error, tried, added, pending, kinds = distributed.gather_objects(found, mesh)[0]
-    if error is not None:
+    found = error, trial.tried, trial.added, trial.untried, trial.kinds
+    error, tried, added, untried, trial.kinds = distributed.gather_objects(found, mesh)[0]
+    if error:
         raise ValueError(error)
-    styles = plan.styles or (by_name(index, plan, plan.styles) if added else {})
-    plan = dataclasses.replace(plan, styles={**styles, **added}, tried=tuple(tried))
-    trial.kinds = dict(enumerate(kinds))
-    return plan, {name: [trial.comparison(name, way) for way in ways] for name, ways in pending.items()}
+    plan = dataclasses.replace(plan, styles={**plan.styles, **added}, tried=tuple(tried))
+    return plan, {name: [trial.comparison(name, way) for way in ways] for name, ways in untried.items()}
 
 
 class _Trial:
@@ -73,55 +73,53 @@ class _Trial:
     def __init__(self, index: Index, plan: Plan) -> None:
         self.index, self.plan = index, plan
         self.styles = by_name(index, plan, plan.styles)
+        self.shared = [name for name, word in self.styles.items() if STYLES[word] is not STYLES[REPLICATE]]
+        """Modules and parameters that ranks do not just have whole."""
         self.parts = parts_of(index.modules, plan, self.styles) if plan.sequence else None
         self.noise = torch.Generator().manual_seed(0)
         self.tried: list[str] = []
         """Sentences, for the plan."""
         self.added: dict[str, str] = {}
         """Styles that whole parameters lack, by name."""
-        self.pending: dict[str, tuple[str, ...]] = {}
+        self.untried: dict[str, tuple[str, ...]] = {}
         """Modules for the first pass, by name → how blocks in them may be left out."""
-        self.kinds: dict[Any, list[str]] = {}
-        """Kind of block → its blocks, of those that ranks share."""
+        kinds: dict[Any, list[str]] = {}
         for name in (unit.name for unit in plan.units if unit.kind == "block" and unit.name not in self.styles):
-            if shared := self._shared_below(name):
-                kind = kind_of(names.unwrap(index.modules[name])), frozenset(shared.items())
-                self.kinds.setdefault(kind, []).append(name)
-
-    def _shared_below(self, name: str) -> dict[str, str]:
-        """Return relative name → style of what ranks share in a module, and do not just have whole."""
-        start = f"{name}." if name else ""
-        inside = {other[len(start) :]: word for other, word in self.styles.items() if f"{other}.".startswith(start)}
-        return {other: word for other, word in inside.items() if STYLES[word] is not STYLES[REPLICATE]}
+            inside = {other[len(name) :]: self.styles[other] for other in self.shared if other.startswith(f"{name}.")}
+            if inside:
+                kind = kind_of(names.unwrap(index.modules[name])), frozenset(inside.items())
+                kinds.setdefault(kind, []).append(name)
+        self.kinds = list(kinds.values())
+        """Blocks that ranks share, those alike together."""
 
     def run(self) -> None:
         with _torch.real_tensors():
-            found = [self._try_guesses(blocks[0], ("",), blocks) for blocks in self._try_by_holders()]
-            inside = tuple(f"{name}." for blocks in self.kinds.values() for name in blocks)
-            outside = any(not f"{name}.".startswith(inside) for name in self._shared_below(""))
-            ways = ("tensor", "tuple") if inside else ("",)
-            if (outside or any(found)) and (error := self._try_guesses("", ways, [""])):
+            found = [self._try_guesses(alike[0], ("",), alike) for alike in self._try_by_holders()]
+            blocks = tuple(f"{name}." for alike in self.kinds for name in alike)
+            ways = ("tensor", "tuple") if blocks else ("",)
+            outside = any(found) or any(not f"{name}.".startswith(blocks) for name in self.shared)
+            if outside and (error := self._try_guesses("", ways, [""])):
                 raise error
 
     def _try_by_holders(self) -> list[list[str]]:
-        """Try blocks with what their holders give them; return the blocks of each kind that was not tried so."""
-        left = list(self.kinds.values())
-        errors: list[ValueError] = []
+        """Try blocks with what their holders give them; return those of which none was tried so."""
+        left, errors = list(self.kinds), list[ValueError]()
 
         def visit(block: nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> None:
-            here = [(b, n) for b in left for n in b if self.index.modules[n] is names.unwrap(block)]
-            if not here or errors:
+            for alike in left if not errors else ():
+                name = next((n for n in alike if self.index.modules[n] is names.unwrap(block)), None)
+                if name is None:
+                    continue
+                try:
+                    self._try(name, "", alike, (torch.randn(hidden.shape, generator=self.noise), *args), kwargs)
+                except NotTried:
+                    return
+                except ValueError as error:  # the holder's forward is not to catch it
+                    errors.append(error)
+                left.remove(alike)
                 return
-            blocks, name = here[0]
-            try:
-                self._try(name, "", blocks, (torch.randn(hidden.shape, generator=self.noise), *args), kwargs)
-            except NotTried:
-                return
-            except ValueError as error:  # the holder's forward is not to catch it
-                errors.append(error)
-            left.remove(blocks)
 
-        for list_name in dict.fromkeys(name.rpartition(".")[0] for blocks in left for name in blocks):
+        for list_name in dict.fromkeys(name.rpartition(".")[0] for alike in left for name in alike):
             above, _, attribute = list_name.rpartition(".")
             if isinstance(self.index.modules.get(list_name), nn.ModuleList):
                 try:
@@ -134,11 +132,10 @@ class _Trial:
         return left
 
     def _random_copy(self, module: nn.Module) -> nn.Module:
-        return copy_tree(
-            module,
-            lambda p: nn.Parameter(random_values(p, self.noise), requires_grad=False),
-            lambda b: real_values(b, self.noise),
-        )
+        def parameter(original: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(random_values(original, self.noise), requires_grad=False)
+
+        return copy_tree(module, parameter, lambda buffer: real_values(buffer, self.noise))
 
     def _try_guesses(self, name: str, ways: tuple[str, ...], alike: list[str]) -> ValueError | None:
         """Try a module on guessed inputs, or leave it for the first pass; return what differs.
@@ -154,18 +151,18 @@ class _Trial:
                 except NotTried as reason:
                     why = str(reason)
                 except ValueError as error:
-                    self.kinds = {kind: blocks for kind, blocks in self.kinds.items() if blocks is not alike}
+                    self.kinds = [other for other in self.kinds if other is not alike]
                     return error
-        self.pending[name] = ways
+        self.untried[name] = ways
         self.tried.append(f"{self._shown(name, alike)}: in the first pass, since it does not run before ({why})")
         return None
 
     def _guesses(self, module: nn.Module) -> Iterator[torch.Tensor]:
         """Yield what a module may take as its one input: ids, and features as wide as its layers take them."""
-        every = [each for _, each in names.named_modules(module)]
-        required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
-        if len([p for p in required if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) > 1:
+        parameters = inspect.signature(module.forward).parameters.values()
+        if sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1:
             return
+        every = [each for _, each in names.named_modules(module)]
         if rows := [each.num_embeddings for each in every if isinstance(each, nn.Embedding)]:
             yield torch.randint(0, min(rows), (2, LENGTH), generator=self.noise)
         for width in dict.fromkeys(getattr(each, "in_features", None) for each in every):
@@ -173,9 +170,9 @@ class _Trial:
                 yield torch.randn(2, LENGTH, width, generator=self.noise)
                 yield torch.randn(2, width, generator=self.noise)
 
-    def _try(self, name: str, left_out: str, alike: list[str], args: Any, kwargs: Any) -> None:
+    def _try(self, name: str, way: str, alike: list[str], args: Any, kwargs: Any) -> None:
         """Try one module for all that are alike; raise NotTried, or ValueError for what differs."""
-        added = self.comparison(name, left_out).run(args, kwargs)
+        added = self.comparison(name, way).run(args, kwargs)
         self.added |= {other + full[len(name) :]: word for full, word in added.items() for other in alike}
         styles = f"; summed over ranks: {', '.join(added)}" if added else ""
         self.tried.append(f"{self._shown(name, alike)}: the same as one process{styles}")
@@ -184,19 +181,14 @@ class _Trial:
         more = f", as {len(alike) - 1} more" if len(alike) > 1 else ""
         return f"{type(self.index.modules[name]).__name__} {name or '(root)'}{more}"
 
-    def comparison(self, name: str, left_out: str) -> Comparison:
-        """Return the comparison of a module, of which nothing takes memory; ``left_out``: what blocks in it return."""
-        replaced = {
-            id(self.index.modules[block]): _LeftOut(self.index.modules[block], left_out == "tuple")
-            for blocks in self.kinds.values()
-            for block in blocks
-            if left_out
-        }
+    def comparison(self, name: str, way: str) -> Comparison:
+        """Return the comparison of a module, without its weights; ``way``: what blocks in it return if left out."""
+        blocks = [self.index.modules[block] for alike in self.kinds for block in alike if way]
         template = copy_tree(
             self.index.modules[name],
-            lambda p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False),
-            lambda b: b,
-            replaced=replaced,
+            lambda original: nn.Parameter(torch.empty_like(original, device="meta"), requires_grad=False),
+            lambda buffer: buffer,
+            replaced={id(block): _LeftOut(block, way == "tuple") for block in blocks},
         )
         parts = None
         if self.parts is not None and name:
@@ -221,30 +213,29 @@ class _LeftOut(nn.Module):
 
 def try_in_first_pass(modules: Mapping[str, nn.Module], untried: Untried) -> None:
     """Try each module once, before it first computes with gradients, on what that is given."""
-    for name, comparisons in untried.items():
-        _before_first_pass(modules[name], comparisons)
+    for name, ways in untried.items():
+        _before_first_pass(modules[name], ways)
 
 
-def _before_first_pass(module: nn.Module, comparisons: list[Comparison]) -> None:
+def _before_first_pass(module: nn.Module, ways: list[Comparison]) -> None:
     @torch.compiler.disable
     def compare(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if not comparisons or not torch.is_grad_enabled():
+        if not ways or not torch.is_grad_enabled():
             return
-        ways = list(comparisons)
-        comparisons.clear()  # a copy of the module may have this hook, too
         handle.remove()
-        for comparison in ways:
+        left = list(ways)
+        ways.clear()  # a copy of the module may have this hook, too
+        for way in left:
             try:
-                if lacking := comparison.run(args, kwargs):
-                    name, word = next(iter(lacking.items()))
-                    raise ValueError(
-                        f"tensor: the gradients of {name!r} on ranks are parts of a sum: give it the style {word!r}"
-                    )
+                added = way.run(args, kwargs)
             except NotTried as reason:
                 why = reason
-            else:
-                return
-        shown = ways[0].name or type(ways[0].module).__name__
+                continue
+            if added:
+                shown = ", ".join(map(repr, added))
+                raise ValueError(f"tensor: gradients of {shown} are parts of a sum: give the style {SUMMED!r}")
+            return
+        shown = left[0].name or type(left[0].module).__name__
         _log.warning("tensor: whether ranks compute %s as one process does could not be tried: %s", shown, why)
 
     handle = module.register_forward_pre_hook(compare, with_kwargs=True)
