@@ -213,7 +213,7 @@ class Plan(AppliedOptions):
     trial: bool = True
     """True if ``shard()`` tries whether ``tensor`` ranks compute what one process does."""
     tried: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What these trials found, in sentences; not read when the plan is applied."""
+    """Results of these trials, in sentences; not read when the plan is applied."""
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
@@ -272,7 +272,7 @@ class Plan(AppliedOptions):
 
     @property
     def trials(self) -> tuple[str, ...]:
-        """What ``shard()`` tried of the tensor axis, in sentences."""
+        """Trials of the tensor axis, in sentences."""
         if self.tensor > 1 and not self.trial:
             return (f'tensor={self.tensor} was not tried: "trial" is false.',)
         return tuple(f"tensor={self.tensor}, tried: {sentence}." for sentence in self.tried)

@@ -50,13 +50,13 @@ class Comparison:
 
     name: str
     module: nn.Module
-    """It, or a copy without memory."""
+    """The module, or a copy without memory."""
     root: nn.Module
     styles: Mapping[str, str]
     """Name of a module or parameter of the model → style."""
     ranks: int
     parts: Parts | None
-    """The module's, if it is a block that holds parts of sequences."""
+    """Present for a block that holds parts of sequences."""
 
     def run(self, args: Any, kwargs: Any) -> dict[str, str]:
         """Compare on these inputs; return the styles that whole parameters lack, by name.
