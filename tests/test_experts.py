@@ -27,6 +27,7 @@ from resting import all_but
 from sequences import batch_of
 from stepping import accumulate
 from test_context import of_one, of_parts, steps
+from trueshard.parallel import balancing
 
 ROWS, LENGTH, MICROBATCHES, STEPS = 12, 5, 2, 3
 """of a microbatch over all ranks; 12 rows divide by 1, 2, 3 and 4 ranks"""
@@ -422,6 +423,74 @@ def in_bf16(rank: int, world: int, experts: int) -> Any:
     return gradients(model), given
 
 
+# The loss that balances routers
+
+
+def balanced(rank: int, world: int, name: str, how: dict[str, Any], asked: str) -> Any:
+    """Losses and gradients of two microbatches; ranks have different numbers of sequences, and some have padding."""
+    model = build(name, router_aux_loss_coef=0.5, output_router_logits=asked == "config")
+    if world > 1:
+        trueshard.shard(model, **how)
+    keywords = {"output_router_logits": True} if asked == "call" else {}
+    losses = []
+    for micro in range(2):
+        ids = batch(0, micro)[:7]
+        mask = torch.ones_like(ids)
+        mask[2, 3:] = mask[5, 1:] = 0
+        mine = {"input_ids": ids.tensor_split(world)[rank]}
+        if micro:
+            mine["attention_mask"] = mask.tensor_split(world)[rank]
+        output = model(**mine, **keywords)
+        share = world * len(mine["input_ids"]) / len(ids)
+        with accumulate(model, micro == 1):
+            (output.logits.logsumexp(-1).mean() * share + output.aux_loss).backward()
+        losses.append(output.aux_loss.detach())
+    return {"losses": losses, "gradients": gradients(model)}
+
+
+BALANCED = [
+    ("qwen3_moe", {"experts": 2}, "call", 2),
+    ("mixtral", {}, "config", 3),
+    ("qwen3_moe", {"experts": 3}, "call", 3),
+    ("gpt_oss", {"activation_checkpointing": "full"}, "config", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "asked", "ranks"), all_but(BALANCED[:2], BALANCED, unpack=True))
+def test_routers_are_balanced_over_the_global_batch(
+    name: str, how: dict[str, Any], asked: str, ranks: int, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    (expected,) = alone.run(balanced, name, {}, asked)
+    for result in {2: ranks2, 3: ranks3}[ranks].run(balanced, name, how, asked):
+        assert_same(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_routers_are_refused_or_named_where_no_global_loss_is_known(rank: int, world_size: int) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.switch_transformers import modeling_switch_transformers
+
+    original = modeling_mixtral.load_balancing_loss_func
+    for how in ({"exact": True}, {"tensor": 2}):
+        model = build("mixtral")
+        trueshard.shard(model, **how)
+        with pytest.raises(ValueError, match=naming(*how, "output_router_logits=False")):
+            model(input_ids=batch(0, 0), output_router_logits=True)
+        assert modeling_mixtral.load_balancing_loss_func is original  # outside of passes, also after an error
+
+    def of_own(gate_logits: Any, *_: Any) -> torch.Tensor:
+        return torch.cat(gate_logits).mean(0).square().sum()
+
+    with mock.patch.object(modeling_mixtral, "load_balancing_loss_func", of_own):
+        model = build("mixtral")
+        trueshard.shard(model)
+        with pytest.warns(UserWarning, match=naming("of_own", "output_router_logits=False")):
+            output = model(input_ids=batch(0, 0), output_router_logits=True)
+        torch.testing.assert_close(output.aux_loss, of_own(output.router_logits))
+    loss = modeling_switch_transformers.load_balancing_loss_func
+    assert balancing._over_ranks(loss, trueshard.Plan(), None) is loss  # a mean over sequences
+
+
 # What is refused
 
 
@@ -442,7 +511,6 @@ def test_what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> Non
     refused(build("mixtral"), "experts=3", 4, experts=3)
     refused(build("mixtral"), "experts=4", 2, experts=4, mesh=mesh_of(world_size, replicate=2))
     refused(build("qwen3_moe"), "experts=4", 6, "model.layers.0.mlp.experts", experts=4)
-    refused(build("mixtral", output_router_logits=True), "output_router_logits=False", experts=2)
     refused(nn.Sequential(nn.Linear(4, 4)), "experts=2", "Sequential", "stacked", experts=2)
     listed = nn.Sequential(nn.Linear(4, 4))
     listed.experts = nn.ModuleList([nn.Linear(4, 4)])

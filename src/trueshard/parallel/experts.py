@@ -61,12 +61,6 @@ def _refuse(index: Index, plan: Plan) -> None:
         _refuse_adapter(name, modules, plan.experts)
         if plan.sequence and name.rpartition(".")[0] in {unit.name for unit in plan.units if unit.kind == "block"}:
             raise ValueError(f"experts={plan.experts}: {name!r} lies in its block itself: leave out tensor's sequence")
-    config: Any = getattr(index.root, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "experts: a loss that balances routers counts the tokens of one rank, not of all: set "
-            "output_router_logits=False"
-        )
 
 
 def _refuse_adapter(name: str, modules: dict[str, nn.Module], ranks: int) -> None:

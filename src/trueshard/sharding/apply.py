@@ -30,6 +30,7 @@ from trueshard.model.names import Held, Index
 from trueshard.model.snapshot import Snapshot
 from trueshard.optim.rebind import shard_like
 from trueshard.parallel import experts
+from trueshard.parallel.balancing import balance_over_ranks
 from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.context import share_attention
 from trueshard.parallel.sequence import Parts, split_ends
@@ -79,6 +80,10 @@ def apply(
     shared = axes.along.get("tensor") or arrived
     # Gathered, a parameter is on the axis along which it is cut, alone.
     runtime.meshes |= {*axes.along.values(), *([shared] if shared is not None else [])}
+    if axes.all.size() > 1:
+        before_pass, after_pass = balance_over_ranks(root, plan, mesh)
+        runtime.before_pass.append(before_pass)
+        runtime.after_pass.append(after_pass)
     parts = None
     if shared is not None:
         last_input = LastInput()

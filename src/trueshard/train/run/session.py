@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,12 @@ def build_trainer(
 def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Optimizer) -> trueshard.Plan:
     """Call `trueshard.shard()` with the words of `[shard]`. Collective. Raise `UserError` for what it refuses."""
     mesh = None
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        warnings.warn(
+            "output_router_logits=True: the losses of a run have no term that balances routers, so the routers' own "
+            "loss is computed and left out; set it to False",
+            stacklevel=2,
+        )
     try:
         section.readers(dist.get_world_size() if dist.is_initialized() else 1)
         if section.replicate > 1:
