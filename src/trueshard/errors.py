@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
@@ -126,3 +126,14 @@ def written_to(folder: Path) -> Iterator[None]:
                 f"run.dir: no space is left for {folder} ({cut_line(error)}); free some, or choose another"
             ) from error
         raise
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks that hold the same part of a tensor hold different bits."""
+
+    def __init__(self, message: str, key: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.key = key
+        """The first tensor that differs, as in ``StateHash``."""
+        self.ranks = tuple(ranks)
+        """Ranks that differ from most; all that hold the part, if there is no majority."""

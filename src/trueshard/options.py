@@ -111,6 +111,13 @@ class AppliedOptions:
         steps.""",
         text=bool | dict[str, int],
     )
+    watch: int = option(
+        100,
+        """Steps between two comparisons of what several ranks hold in common. Parameters and gradients of replicas and
+        of what is held whole, and buffers, are compared by hash, after the first two steps of each optimizer as well;
+        what went apart is an error. 0: never.""",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +203,7 @@ class ShardOptions(TypedDict, total=False):
     context: int
     experts: int
     exact: Exact
+    watch: int
 
 
 DEFAULTS = Options()

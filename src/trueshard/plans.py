@@ -233,6 +233,8 @@ class Plan(AppliedOptions):
         for axis in OPTIONS:
             if type(size := getattr(self, axis)) is not int or size < 1:
                 raise ValueError(f"{axis} must be a number of ranks, at least 1, not {size!r}")
+        if not isinstance(self.watch, int) or self.watch < 0:
+            raise ValueError(f"watch must be a number of steps, 0 for never, not {self.watch!r}")
         if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(f"mixed_precision must be a MixedPrecision, not {self.mixed_precision!r}")
         if self.pipeline and self.reshard_after_forward == "default":

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.process_group import RankGroup, has_turn
+from trueshard.errors import ReplicasDiffer
 from trueshard.model import names
 from trueshard.model.regions import Region, extent, region_of
 from trueshard.sharding.hooks import runtime_of
@@ -144,17 +145,6 @@ def _mixed(indices: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 # Replicas
-
-
-class ReplicasDiffer(RuntimeError):
-    """Ranks that hold the same part of a tensor hold different bits."""
-
-    def __init__(self, message: str, key: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.key = key
-        """The first tensor that differs, as in ``StateHash``."""
-        self.ranks = tuple(ranks)
-        """Ranks that differ from most; all that hold the part, if there is no majority."""
 
 
 @torch.no_grad()

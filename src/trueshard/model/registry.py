@@ -36,6 +36,10 @@ class ShardedModel(abc.ABC):
         """Parameter that the user made → its name. A sharded one took its place, so an optimizer must not hold it."""
         self.seen: Any = weakref.WeakKeyDictionary()
         """Optimizer → ``id`` of its parameters, by group, when it was found to hold none that cannot be stepped."""
+        self.stepped_by: Any = weakref.WeakSet()
+        """Optimizers that hold its parameters, of those that have stepped."""
+        self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        """Called after each step of such an optimizer."""
         self.has_pending = False
         """True from a backward that did not reduce (``accumulate(last=False)``) until one does, or they are dropped."""
         self.ties: list[Any] = []

@@ -82,7 +82,8 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _refuse_unreduced(optimizer, model)
         if model.seen.get(optimizer) != signature:
             _refuse_unstepped(optimizer, model)
-            if _binding(optimizer) is None and _holds(optimizer, model):
+            if _holds(optimizer, model):
+                model.stepped_by.add(optimizer)
                 bind(optimizer)
             model.seen[optimizer] = signature
 
@@ -286,6 +287,9 @@ class Stepping:
             for _ in self._sending:
                 raise AssertionError("the last batch of a step is followed by another")
             self._check_random(optimizer)
+            for model in registry.models():
+                for function in model.after_step if optimizer in model.stepped_by else ():
+                    function(optimizer)
 
     def _abandon(self) -> None:
         """Give up a step that an exception cut short: what was not updated stays as it is."""

@@ -77,14 +77,20 @@ class Tie:
         self._earlier: torch.Tensor | None = None
         """Gradient accumulated before this backward: the sum over copies already."""
 
+    @property
+    def holders(self) -> list[int]:
+        """Ranks that hold a copy of this rank's shard, in the order of stages."""
+        ranks = dist.get_process_group_ranks(self._stages.get_group())
+        return [ranks[holder] for holder in self._holders]
+
     @torch.no_grad()
     def take_values(self) -> None:
         """Take the first copy's values. Collective; nothing on the meta device."""
         local = _torch.local(self.parameter)
         if not local.is_meta:
-            local.copy_(self._exchange(local)[0])
+            local.copy_(self.exchange(local)[0])
 
-    def _exchange(self, local: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, local: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all holders, in their order.
 
         They travel from rank to rank in the group of the stages: one made for the holders alone would cost more memory,
@@ -118,7 +124,7 @@ class Tie:
                 self.parameter.grad = torch.zeros_like(self.parameter)
             local = _torch.local(self.parameter.grad)
             # In one order on all copies, so that they get the same bits.
-            local.copy_(functools.reduce(torch.add, self._exchange(local)))
+            local.copy_(functools.reduce(torch.add, self.exchange(local)))
         self.put_back()
 
     @torch.no_grad()

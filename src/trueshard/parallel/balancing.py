@@ -79,14 +79,14 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
         if not told:
             told.append(True)
             warnings.warn(
-                f"{original.__module__}.{original.__qualname__} balances routers over the tokens of each rank by themselves, which is "
-                "not what one device computes: it is none of the forms that ranks can add up; set "
-                "output_router_logits=False",
+                f"{original.__module__}.{original.__qualname__} balances routers over the tokens of each rank by "
+                "themselves, which is not what one device computes: it is none of the forms that ranks can add up; "
+                "set output_router_logits=False",
                 stacklevel=2,
             )
         return original(*args, **kwargs)
 
-    balance.__wrapped__ = original  # type: ignore[attr-defined]  # for a model that is sharded inside another's pass
+    balance.__wrapped__ = original  # for a model that is sharded inside another's pass
     return balance
 
 

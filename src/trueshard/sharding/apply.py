@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.distributed import Axes, device_of
+from trueshard.distributed import Axes, device_of, is_simulated
 from trueshard.model import names, registry
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held, Index
@@ -44,6 +44,7 @@ from trueshard.sharding.gradients import GradientHooks
 from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.process_patches import PATCHES
 from trueshard.sharding.replicated import HoldsWhole
+from trueshard.sharding.watch import watch
 
 SMALL = 64 << 10
 """Bytes of a shard up to which an optimizer's step costs the host more than the arithmetic: such shards are joined over
@@ -84,6 +85,8 @@ def apply(
         before_pass, after_pass = balance_over_ranks(root, plan, mesh)
         runtime.before_pass.append(before_pass)
         runtime.after_pass.append(after_pass)
+        if plan.watch and not is_simulated(axes.all):
+            watch(runtime, plan.watch)
     parts = None
     if shared is not None:
         last_input = LastInput()

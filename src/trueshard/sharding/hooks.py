@@ -103,6 +103,8 @@ class Runtime(ShardedModel):
         """Tracks the parameters that a backward reached on this rank."""
         self.exact = ExactSums(mesh, plan.exact, self.exact_names) if plan.exact else None
         """Present if gradients are to be the same bits at any number of ranks."""
+        self.watch: Any = None
+        """``Watch`` of what ranks hold in common, if there is more than one and ``plan.watch`` asks for it."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None
