@@ -68,10 +68,10 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
 
     @torch.compiler.disable
     def balance(*args: Any, **kwargs: Any) -> Any:
-        for option in ("exact", "tensor", "context"):
-            if (value := getattr(plan, option)) not in (1, False):
+        for option, is_on in (("exact", plan.exact), ("tensor", plan.tensor > 1), ("context", plan.context > 1)):
+            if is_on:
                 raise ValueError(
-                    f"{option}={value}: a loss that balances routers follows from how tokens lie on ranks: set "
+                    f"{option}={getattr(plan, option)}: a loss that balances routers follows from how tokens lie on ranks: set "
                     "output_router_logits=False"
                 )
         if knows:
