@@ -71,8 +71,8 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
         for option, is_on in (("exact", plan.exact), ("tensor", plan.tensor > 1), ("context", plan.context > 1)):
             if is_on:
                 raise ValueError(
-                    f"{option}={getattr(plan, option)}: a loss that balances routers follows from how tokens lie on ranks: set "
-                    "output_router_logits=False"
+                    f"{option}={getattr(plan, option)}: a loss that balances routers follows from how tokens lie on "
+                    "ranks: set output_router_logits=False"
                 )
         if knows:
             return _balancing_loss(add_up, *args, **kwargs)
