@@ -54,7 +54,7 @@ class _Item:
 
 @dataclass
 class _Common:
-    """What the ranks of one group hold in common."""
+    """Tensors that the ranks of one group hold in common."""
 
     group: dist.ProcessGroup
     axis: str
