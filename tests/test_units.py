@@ -344,6 +344,13 @@ def test_a_slice_of_a_mesh_and_longer_names_are_taken(rank: int, world_size: int
     trueshard.shard(Stack(), mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("ddp", "fsdp")))
 
 
+def test_a_block_that_stands_alone_is_a_unit_as_those_of_the_list() -> None:
+    model = Stack()
+    model.extra = nn.ModuleDict({"more": Block(), "other": nn.Linear(2, 2)})
+    model.last = nn.Sequential(nn.Linear(8, 8), Block())
+    assert chosen(model) == [*BLOCKS, "last.1", "extra.more"]
+
+
 def test_a_module_of_several_units_is_one_itself() -> None:
     """The first layers of a shared module are in it, but for one that the root calls as well."""
     plan = planned(Sharing())

@@ -149,6 +149,10 @@ def _from_structure(index: Index) -> dict[str, str]:
         or _repeated_siblings(root, "")
         or _members_of_lists(root, "", has_forward, "layer of a list")  # nothing composite repeats
     )
+    classes = {type(modules[name]) for name in result if _composite(modules[name])}
+    for name, module in modules.items():
+        if type(module) in classes and not any(_nested(name, block) for block in result):
+            result[name] = "of the blocks' class"
     large: dict[str, str] = {}
     for name, module in modules.items():
         holder = name.rpartition(".")[0]
