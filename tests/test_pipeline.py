@@ -200,26 +200,30 @@ def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target, reduction="sum")
 
 
-def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(step: int, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 6, generator=generator).double(), torch.randn(8, 6, generator=generator).double()
+    return torch.randn(count, 6, generator=generator).double(), torch.randn(count, 6, generator=generator).double()
 
 
-def accumulated(rank: int, world_size: int, recompute: str = "none") -> Report:
-    """Gradients after two steps of a schedule without a step of an optimizer, by names of the whole model."""
+def accumulated(rank: int, world_size: int, recompute: str = "none", more: int = 0) -> Report:
+    """Gradients after two steps of a schedule without a step of an optimizer, by names of the whole model.
+
+    The second step has ``more`` rows, for which it needs a schedule of its own.
+    """
     if world_size == 1:
         model = layers()
         for step in range(2):
-            x, y = rows(step)
+            x, y = rows(step, 8 + step * more)
             (squared(model(x), y) / 2).backward()  # over the two shards, as ranks average
         return {name: p.grad for name, p in model.named_parameters()}
     mesh = grid(2, world_size)
     number, shard = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
     model = staged(mesh, recompute=recompute)
-    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
-    schedule = Schedule1F1B(stage, 2, loss_fn=squared, scale_grads=False)
     for step in range(2):
-        x, y = (each.chunk(2)[shard] for each in rows(step))
+        if step == 0 or more:
+            stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+            schedule = Schedule1F1B(stage, 2, loss_fn=squared, scale_grads=False)
+        x, y = (tensor.chunk(2)[shard] for tensor in rows(step, 8 + step * more))
         schedule.step(x) if number == 0 else schedule.step(target=y)
     return {whole_name(number)(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
@@ -237,10 +241,13 @@ def test_a_tie_that_no_schedule_added_up_is_not_stepped(rank: int, world_size: i
     optimizer.step()
 
 
-@pytest.mark.parametrize("recompute", all_but(["none"], ["none", "full", "selective"]))
-def test_gradients_add_up_over_steps_of_a_schedule(recompute: str, alone: Ranks, ranks4: Ranks) -> None:
-    (expected,) = alone.run(accumulated)
-    found = ranks4.run(accumulated, recompute)
+@pytest.mark.parametrize(
+    ("recompute", "more"),
+    all_but([("none", 8)], [("none", 0), ("none", 8), ("full", 8), ("selective", 0)], unpack=True),
+)
+def test_gradients_add_up_over_steps_of_a_schedule(recompute: str, more: int, alone: Ranks, ranks4: Ranks) -> None:
+    (expected,) = alone.run(accumulated, recompute, more)
+    found = ranks4.run(accumulated, recompute, more)
     assert_same(found[2].pop("3.inner.weight"), found[0]["0.inner.weight"])
     assert_same(found[0] | found[2], expected, atol=1e-12)
 

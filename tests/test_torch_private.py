@@ -260,6 +260,16 @@ def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None
     assert grads == [[2.0], [2.0] * 3]
 
 
+def test_a_trial_of_stages_keeps_gradients() -> None:
+    from torch.distributed.pipelining import schedules
+
+    before = getattr(schedules._PipelineSchedule, "_initialize_pp_stages", None)
+    undo = _torch.try_stages_in(contextlib.nullcontext)
+    has_trial = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    assert (getattr(schedules._PipelineSchedule, "_initialize_pp_stages", None) is not before) is has_trial
+    undo()
+
+
 @on_ranks(2)
 def test_a_unit_that_reduces_at_the_end(rank: int, world_size: int) -> None:
     class Reads(nn.Sequential):

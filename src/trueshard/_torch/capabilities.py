@@ -26,7 +26,8 @@ NEEDED = {
     f"{_FSDP}._fsdp_state.FSDPState": "_lazy_init _is_root _state_ctx _training_state _auto_reshard_after_forward "
     "_register_pre_backward_hook _pre_backward",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params is_unsharded _init_mp_dtypes mesh_info "
-    "post_forward_mesh_info unshard wait_for_unshard post_forward pre_backward post_backward",
+    "post_forward_mesh_info unshard wait_for_unshard post_forward pre_backward post_backward "
+    "_register_post_backward_hook",
     f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
     "_module_info free_unsharded_param all_gather_outputs reset_sharded_param "
     "post_forward_mesh_info _orig_size _init_sharded_post_forward_param_metadata",

@@ -6,6 +6,7 @@ the shards lie in memory is found in its parameter groups alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,6 +23,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
 from trueshard._torch.modules import in_backward, limit_alike
+from trueshard._torch.patches import Undo, replace
 from trueshard._torch.simulating import is_fake, is_plain, real_tensors
 from trueshard._torch.tensors import call_with_gradient, own_storage, tensors_in
 
@@ -190,6 +192,27 @@ def call_after_schedule(root: ShardedModule, function: Callable[[], None]) -> No
             function()
 
     state._root_post_backward_final_callback = callback
+
+
+def try_stages_in(context: Callable[[list[nn.Module]], contextlib.AbstractContextManager[Any]]) -> Undo:
+    """Let schedules try out stages, before their first step, inside ``context(modules)``.
+
+    From torch 2.13 on a trial runs a forward and a backward, and then drops every gradient of an FSDP2 module: those of
+    the trial, and those of a schedule for another length that has run in the same optimizer step.
+    """
+    from torch.distributed.pipelining import schedules
+
+    base: Any = schedules._PipelineSchedule
+    inner = getattr(base, "_initialize_pp_stages", None)
+    if inner is None:
+        return lambda: None
+
+    @functools.wraps(inner)
+    def initialize(self: Any, stages: Any, *args: Any, **kwargs: Any) -> Any:
+        with context([stage.submod for stage in stages]):
+            return inner(self, stages, *args, **kwargs)
+
+    return replace(base, "_initialize_pp_stages", initialize)
 
 
 def follow_views(root: nn.Module) -> None:

@@ -59,8 +59,8 @@ class ShardedModel(abc.ABC):
 
 _models: weakref.WeakValueDictionary[int, ShardedModel] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_installed = contextlib.ExitStack()
-"""Closing it undoes every patch."""
+_installed: dict[Callable[[], Any], Callable[[], Any]] = {}
+"""Function that installed a patch, or undoes it → function that undoes it."""
 
 
 def models() -> list[Any]:
@@ -69,10 +69,10 @@ def models() -> list[Any]:
 
 
 def add(model: ShardedModel, patches: Iterable[Callable[[], Callable[[], Any]]]) -> None:
-    """List a model; for the first one, call each of ``patches``, which returns what undoes it."""
-    if not models():
-        for install in patches:
-            _installed.callback(install())
+    """List a model; call each of its ``patches``, which returns what undoes it, unless one before has called it."""
+    for install in patches:
+        if install not in _installed:
+            _installed[install] = install()
     _models[next(_numbers)] = model
     weakref.finalize(model, undo_unused).atexit = False
 
@@ -88,12 +88,15 @@ def discard(root: nn.Module) -> None:
 def undo_unused() -> None:
     """Undo every patch if no sharded model is left."""
     if not models():  # not the table itself: called while one dies, which may be in it still
-        _installed.close()
+        with contextlib.ExitStack() as undone:  # the last one first, and all of them
+            for undo in _installed.values():
+                undone.callback(undo)
+            _installed.clear()
 
 
 def at_end(undo: Callable[[], Any]) -> None:
     """Call ``undo()`` when the last sharded model is gone."""
-    _installed.callback(undo)
+    _installed[undo] = undo
 
 
 def is_ours(tensor: torch.Tensor) -> bool:

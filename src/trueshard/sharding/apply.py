@@ -69,7 +69,7 @@ def apply(
     names.hide_wrappers(model)
     root = names.unwrap(model)
     runtime = Runtime(root, plan, axes)
-    registry.add(runtime, [patch.install for patch in PATCHES])
+    registry.add(runtime, [patch.install for patch in PATCHES if plan.pipeline or not patch.of_stages])
     index = Index(root)
     modules, originals = index.modules, index.parameters
     replicated = {whole.name for whole in plan.replicated}

@@ -24,6 +24,7 @@ from trueshard.sharding.dtensor_compat import (
     differentiate,
     explain_mixed,
 )
+from trueshard.sharding.stages import keep_gradients
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Patch:
     """Reason why it cannot be left to the objects of one model."""
     install: Callable[[], Callable[[], Any]]
     """Function that installs it, and returns what undoes it."""
+    of_stages: bool = False
+    """True if it is for stages of a pipeline alone: importing torch's schedules takes a second."""
 
 
 PATCHES = (
@@ -147,6 +150,13 @@ PATCHES = (
         "names `trueshard.save` to a serializer (safetensors, `save_pretrained` of an inner model)",
         "serializers are plain functions that are given tensors",
         lambda: _torch.refuse_storage(is_ours, lambda: additions.refuse_to_write("a serializer (safetensors)")),
+    ),
+    Patch(
+        "torch's trial of a stage, at the first step of a schedule",
+        "keeps gradients that are there, of steps of another schedule (another length)",
+        "a schedule is given a stage, not a model; torch drops the gradients of any FSDP2 module",
+        lambda: _torch.try_stages_in(keep_gradients),
+        of_stages=True,
     ),
     Patch(
         "`DTensor.__ne__` (torch 2.11)",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,24 @@ def tie_over(stages: DeviceMesh, parameters: Mapping[str, nn.Parameter | None]) 
             tie = Tie(parameter, name, stages, holders)
             tie.take_values()
             runtime.ties.append(tie)
+
+
+@contextlib.contextmanager
+def keep_gradients(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep the gradients of sharded stages, and what is known of their ties, as they are now."""
+    runtimes = [runtime for runtime in registry.models() if runtime.root in stages]
+    parameters = [parameter for runtime in runtimes for parameter in runtime.parameters()]
+    grads = [(parameter, parameter.grad) for parameter in parameters]
+    added_up = [tie for runtime in runtimes for tie in runtime.ties if not tie.is_pending]
+    for parameter in parameters:  # FSDP2 would add to them in place
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for tie in added_up:
+            tie.forget()
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def _stage_of(name: str, parameter: Any) -> Runtime:
