@@ -20,6 +20,7 @@ import chromium
 import forks
 from messages import lacking, naming
 from trueshard.planner.inputs.factories import Factory, from_callable, from_file
+from trueshard.verification.batch_trial import follows_from_batch
 from trueshard.verification.compare import FACTOR, Comparison, Tolerances, differences, distance, structure_of
 from trueshard.verification.report import Verified, point_of, write_page
 from trueshard.verification.runs import changes, overwrite, rank_state
@@ -457,6 +458,30 @@ def test_everything_that_a_checkpoint_holds_is_spoilt_before_it_is_loaded() -> N
     assert lacking(text, "parameter '0.weight'", *buffers, "'lr' of", "'betas' of") == []
     assert "optimizer state '0: 0.bias: exp_avg'" in text
     assert "'constant'" not in text
+
+
+def test_a_loss_that_follows_from_the_rest_of_the_batch_is_found() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 5)
+
+    def contrastive(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        scores = (batch[0] @ weight) @ batch[0].T
+        return float(nn.functional.cross_entropy(scores, torch.arange(len(scores))))
+
+    def balancing(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        chances = batch[0].softmax(-1)
+        return float((chances.mean(0) * chances.argmax(-1).bincount(minlength=5)).sum() / len(chances))
+
+    def masked(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return float((batch[0].square().mean(-1) * batch[1]).sum() / batch[1].sum())
+
+    def summed(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return float((batch[0] @ weight).tanh().sum())
+
+    masks = torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 1, 1])
+    parts = [(torch.randn(len(mask), 5), mask) for mask in masks]
+    for loss, follows in ((contrastive, True), (balancing, True), (masked, False), (summed, False)):
+        assert bool(follows_from_batch(loss, parts, 1e-7)) == follows, loss
 
 
 def test_a_batch_beside_the_factory_is_taken(tmp_path: Path) -> None:

@@ -137,12 +137,13 @@ def contract(
         return Verified(tuple(points), setting, tuple(notes), trace=sharded.trace)
     steps: Sequence[Comparison] = sharded["steps"]
     copies, unequal = sharded["in common"]
+    watched = f", nor in {sharded['checks']} checks between steps" if sharded["checks"] else ""
     points = [_point("runs", [], f"forward, backward and step on {_ranks(setting['ranks'])}")]
     for kind, name in VALUES.items():
         alone = reference.tolerances.rounding_alone(kind, setting["steps"])
         points.append(point_of(name, [step for step in steps if step.kind == kind], "there are none", alone))
     points += [
-        _point(COPIES, unequal, f"{copies} parameters, no bit differs at the end"),
+        _point(COPIES, unequal, f"{copies} parameters, no bit differs at the end{watched}"),
         *_plain(reference),
         *_bits(reference, sharded, restored, setting),
         *_aspects(reference, sharded),

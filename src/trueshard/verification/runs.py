@@ -29,6 +29,7 @@ from trueshard.model.names import unwrap
 from trueshard.optim.seeded_random import DRAWS
 from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
+from trueshard.verification.batch_trial import batch_notes
 from trueshard.verification.compare import FLOORS, Comparison, Named, Structure, TensorStore, Tolerances
 from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
 from trueshard.verification.training import Progress, RunRecord, train, wrong_dtypes
@@ -176,7 +177,7 @@ def reference(case: Case, progress: Progress) -> Reference:
             if torch.equal(store.read("buffers", 0, name), store.read("buffers", case.steps, name))
         ],
         plain=_plain_distance(subject, losses, progress) if case.changes_arithmetic and not draws else None,
-        notes=[*subject.notes, *drawn, *coarse, *_batch_norms(again.model)],
+        notes=[*subject.notes, *drawn, *coarse, *_batch_norms(again.model), *batch_notes(subject, again)],
         hashes=hashes,
     )
 
@@ -303,6 +304,8 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     ending = compare.structure_of(setup.model, setup.optimizers)
     result["structure at the end"] = compare.differences(ending, expected.ending)
     result["in common"] = compare.unequal_copies(setup.model)
+    runtime = runtime_of(unwrap(setup.model))
+    result["checks"] = 0 if runtime is None or runtime.watch is None else runtime.watch.checks
     result["steps"], comparer.compared = comparer.compared, []
     try:
         result["loaded"], result["structure loaded"] = comparer.load()

@@ -258,6 +258,10 @@ class FactorySubject(Subject):
         optimizers = checked(made, f"optimizers of {self.name}", model)
         if case.layers is not None and (removed := keep_layers(model, case.layers, optimizers)):
             self._note(f"The model has {removed} blocks less: of each list, the first {case.layers} are kept.")
+        settings: Any = getattr(names.unwrap(model), "config", None)
+        if parts.loss is None and getattr(settings, "output_router_logits", False):
+            settings.output_router_logits = False
+            self._note("The loss that balances routers is left out: the one process computes parts of a batch apart.")
         if torch.cuda.is_available():
             model.cuda()
         if self._batch is None:

@@ -1,0 +1,76 @@
+"""Ask by trial whether a loss of one sample follows from the others of its batch: each rank has a part of them.
+
+Of parts a and b, the losses of a, b, (a, b) and (a, a, b) tell: a sum over samples adds up, and a mean has weights,
+which the first three give and the fourth must fit. A loss with negatives from the batch, or with a product of means, is
+neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trueshard.planner.inputs.fake_tensors import mapped
+from trueshard.verification.subjects import FactorySubject, Subject, TrainingSetup, tensors_of
+
+ROUNDINGS = 64
+"""Distance, in units of the dtype's eps and of the largest loss, that is no more than rounding."""
+
+
+@torch.no_grad()
+def batch_notes(subject: Subject, setup: TrainingSetup) -> list[str]:
+    """Return a sentence if the loss of a factory's model follows from the rest of the batch, or was not tried."""
+    if not isinstance(subject, FactorySubject) or subject.case.parts < 2:
+        return []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = [
+        mapped(
+            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, subject.microbatches(1, part)[0]
+        )
+        for part in range(2)
+    ]
+    dtypes = {p.dtype for p in setup.model.parameters() if p.is_floating_point()}
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    setup.model.eval()  # nothing is dropped at random
+    try:
+        return follows_from_batch(lambda batch: float(setup.loss(setup.model, batch)), parts, eps)
+    except (RuntimeError, ValueError, IndexError) as error:
+        return [f"Whether the loss follows from the rest of the batch was not tried: {type(error).__name__}."]
+    finally:
+        setup.model.train()
+
+
+def follows_from_batch(loss: Callable[[Any], float], parts: Sequence[Any], eps: float) -> list[str]:
+    """Return a sentence if ``loss`` is neither a sum nor a mean over the samples of its batch.
+
+    ``parts``: two batches; tensors of at least one dimension are joined along the first.
+    """
+    a, b = (loss(part) for part in parts)
+    both, more = loss(_joined(parts)), loss(_joined([parts[0], *parts]))
+    slack = ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * max(abs(a), abs(b))
+    adds_up = math.isclose(both, a + b, abs_tol=slack) and math.isclose(more, 2 * a + b, abs_tol=slack)
+    share = (both - b) / (a - b) if abs(a - b) > slack else 0.5  # the weight of a in (a, b)
+    expected = (2 * share * a + (1 - share) * b) / (1 + share) if share != -1 else math.inf
+    in_between = min(a, b) - slack <= both <= max(a, b) + slack
+    if adds_up or (in_between and math.isclose(more, expected, abs_tol=4 * slack)):
+        return []
+    return [
+        f"The loss of a sample follows from the others of its batch: {a:.6g} and {b:.6g} of two parts are {both:.6g} "
+        "together, which is no mean and no sum. Each rank computes it from its own samples, which is not what one "
+        "device computes from all; here one process computes the parts one by one, too."
+    ]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    others = [iter(list(tensors_of(part))) for part in parts[1:]]
+
+    def join(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        pieces = [leaf, *(next(other) for other in others)]
+        return torch.cat(pieces) if leaf.ndim else leaf
+
+    return mapped(join, parts[0])
