@@ -126,6 +126,51 @@ class Estimate(Made):
             group["factor"] = 1.0 if group.get("step", 0) < 50 else group["distance"]
 
 
+class History:
+    """Keeps norms, and after the 25th tells by how much one is above their mean."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def factor(self, norm: float) -> float:
+        self.norms.append(norm)
+        return 1.0 if len(self.norms) <= 25 else min(1.0, sum(self.norms[:25]) / 25 / norm)
+
+
+class Remembers(Made):
+    """Clips by the norm over all parameters, when an object of its own has seen enough."""
+
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
+        super().__init__(params, rule, **settings)
+        self.history = History()
+
+    def prepare(self) -> None:
+        grads = [grad for group in self.param_groups for _, grad in self.gradients(group)]
+        factor = self.history.factor(float(torch.stack([grad.norm() for grad in grads]).norm()))
+        for grad in grads:
+            grad.mul_(factor)
+
+
+class Late(Global):
+    """Clips so after a warm-up alone."""
+
+    def prepare(self) -> None:
+        if self.param_groups[0].get("step", 0) >= self.param_groups[0]["warmup"]:
+            super().prepare()
+
+
+class Beside(Made):
+    """Keeps means in a table of its own, by parameter."""
+
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
+        super().__init__(params, rule, **settings)
+        self.means: dict[Any, torch.Tensor] = {}
+
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self.means[p] = self.means.get(p, torch.zeros_like(p)).lerp(p.grad, 0.1)
+        p.sub_(group["lr"] * self.means[p])
+
+
 def noisy(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
     return grad + 0.01 * torch.randn_like(grad)
 
@@ -166,6 +211,15 @@ class Holds(Made):
     def prepare(self) -> None:
         for p, grad in self.gradients({"params": self.own}):
             p.sub_(self.param_groups[0]["lr"] * grad)
+
+
+class HoldsInAnObject(Holds):
+    """Steps a list that an object of its own keeps."""
+
+    def __init__(self, params: Any, rule: Update, **settings: Any) -> None:
+        super().__init__(params, rule, **settings)
+        self.keeper, self.own = History(), []
+        self.keeper.norms = self.param_groups[0]["params"][:1]
 
 
 class Keyed(Made):
@@ -230,6 +284,10 @@ def generator(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def trust(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return norm(_, group, grad, state) if group["step"] > 100 else grad
+
+
 def halves(model: nn.Module) -> torch.optim.Optimizer:
     members = list(model.parameters())
     return Made([{"params": members[::2], "whole": True}, {"params": members[1::2]}], if_set)
@@ -241,6 +299,7 @@ FOUND: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "nested": ("on shards", lambda m: Made(m.parameters(), nested)),
     **{name: ("by owner", lambda m, update=update: Made(m.parameters(), update)) for name, update in WHOLE.items()},
     "warm-up from zero": ("by owner", warmed),
+    "after a warm-up": ("by owner", lambda m: Made(m.parameters(), trust)),
     "a setting of one group": ("on shards and by owner", halves),
     "look-ahead": ("on shards", lambda m: LookAhead(inner(m))),
     "look-ahead, bare": ("on shards", lambda m: Bare(inner(m))),
@@ -256,6 +315,11 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "global norm, rarely": ("Global.*others", lambda m: Global(m.parameters(), sign, limit=1e4)),
     "largest": ("Largest.*others", lambda m: Largest(m.parameters(), sign)),
     "estimate": ("Estimate.*others", lambda m: Estimate(m.parameters(), sign)),
+    "global norm by a history": ("Remembers.*others", lambda m: Remembers(m.parameters(), sign)),
+    "global norm, late": ("Late.*others", lambda m: Late(m.parameters(), sign, limit=1.0, warmup=100)),
+    "global norm, very late": ("Late.*others", lambda m: Late(m.parameters(), sign, limit=1.0, warmup=5000)),
+    "means beside": (r"Beside.*state\[parameter\]", lambda m: Beside([p for p in m.parameters() if p.ndim], sign)),
+    "own list in an object": ("HoldsInAnObject.*'keeper'", lambda m: HoldsInAnObject(m.parameters(), sign)),
     "random": ("Made.*random numbers", lambda m: Made(m.parameters(), noisy)),
     "random by Python": ("Made.*random numbers", lambda m: Made(m.parameters(), noisy_by_python)),
     "own generator": ("Made", generator),
@@ -278,6 +342,54 @@ def test_what_cannot_be_sharded_is_refused_by_name_and_reason(name: str) -> None
     reason, make = REFUSED[name]
     with pytest.raises(ValueError, match=f"(?s){reason}.*use "):
         classify(make(build()))
+
+
+def factored(_: Any, group: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    """Means over channels in and out, for convolutions from 32 channels on."""
+    square = grad.square()
+    if grad.ndim == 4 and min(grad.shape[:2]) >= 32:
+        rows, columns = square.mean(1, keepdim=True), square.mean(0, keepdim=True)
+        square = rows * columns / rows.mean(0, keepdim=True)
+    return grad / (square.sqrt() + 1e-3)
+
+
+def from_size(size: int, measure: Callable[[torch.Tensor], int]) -> Update:
+    """The norm of what is of ``size`` or more."""
+    return lambda _, group, grad, state: norm(_, group, grad, state) if measure(grad) >= size else grad
+
+
+def slower_from(size: int) -> Update:
+    """By the element, at a rate that follows from the number of rows."""
+    return lambda _, group, grad, state: grad * (0.5 if len(grad) >= size else 1.0)
+
+
+SIZED: dict[str, tuple[Update, tuple[int, ...], str]] = {
+    "convolution of 40 by 36 channels": (factored, (40, 36, 3, 3), "by owner"),
+    "convolution of 512 channels": (factored, (512, 512, 3, 3), "by owner"),
+    "convolution of 31 channels": (factored, (31, 64, 3, 3), "on shards"),
+    "matrix of 256 and more": (from_size(256, lambda grad: min(grad.shape)), (300, 260), "by owner"),
+    "matrix of less than 256": (from_size(256, lambda grad: min(grad.shape)), (8000, 255), "on shards"),
+    "matrix beyond all stand-ins": (from_size(3000, lambda grad: min(grad.shape)), (4096, 16384), "by owner"),
+    "vector of 2000 and more": (from_size(2000, len), (2000,), "by owner"),
+    "number of elements": (from_size(10**6, torch.Tensor.numel), (1000, 10, 100), "by owner"),
+    "few rows": (from_size(-3, lambda grad: -len(grad)), (64, 300), "by owner"),
+    "rate by rows": (slower_from(1024), (2000, 30), "by owner"),
+    "rate by fewer rows": (slower_from(1024), (1000, 30), "on shards"),
+}
+"""Case → rule, the user's shape, and how it steps."""
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_rule_that_begins_at_a_size_is_known_on_the_shapes_of_the_parameters(name: str) -> None:
+    rule, shape, kind = SIZED[name]
+    parameters = [nn.Parameter(torch.empty(each, device="meta")) for each in ((3,), shape)]
+    assert manner(classify(Made(parameters, rule))) == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_rule_of_one_dtype_is_known(dtype: torch.dtype) -> None:
+    optimizer = Made(build(dtype).parameters(), lambda *given: norm(*given) if given[2].dtype == dtype else given[2])
+    assert manner(classify(optimizer)) == "by owner"
 
 
 def test_a_model_that_the_optimizer_holds(alone: Ranks) -> None:

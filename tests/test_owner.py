@@ -110,6 +110,56 @@ def test_a_closure_is_called_once_however_many_batches(rank: int, world_size: in
     return found
 
 
+class Count:
+    """An object that an optimizer keeps."""
+
+    value = 0
+
+
+class Counts(ByParameter):
+    """Whole-tensor, at a rate that falls with a count of steps, one for all, which it keeps where ``kind`` says."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params)
+        self.kind, self.count, self.own = kind, 0, Count()
+        self.param_groups[0]["own"] = self.own  # one object in two places
+
+    def prepare(self) -> None:
+        self.number = {
+            "state": self.state.get("n", 0),
+            "attribute": self.count,
+            "object": self.own.value,
+            "with gradients": self.param_groups[0].get("n", 0),
+        }[self.kind]
+
+    def update(self, p: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        now = self.number + 1
+        self.state["n"] = self.count = self.own.value = group["n"] = now
+        assert self.param_groups[0]["own"].value == now
+        p.sub_(group["lr"] / now * p.grad / (p.grad.norm() + 0.1))
+
+
+@pytest.mark.parametrize(("count", "batch_bytes"), [(2, 32 << 20), (3, 150)])
+@as_on_one_device("count")
+def test_a_count_of_steps_grows_by_one_a_step_however_many_batches(rank: int, world_size: int, batch_bytes: int) -> Any:
+    """In two dtypes, and in batches of which some have nothing for a rank."""
+    found = {}
+    for kind in ("state", "attribute", "object", "with gradients"):
+        model = build()
+        model.aside.double()
+        optimizer = Counts(model.parameters(), kind)
+        shard_over(world_size, model, optimizer, units="Linear")
+        own = optimizer.own
+        for step in range(3):
+            for number, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + number)).to(p.dtype)
+            with batches_of(batch_bytes):
+                optimizer.step()
+        assert optimizer.own is own
+        found[kind] = parameters(model), (optimizer.state["n"], optimizer.count, own.value)
+    return found
+
+
 # Memory and state
 
 

@@ -30,8 +30,27 @@ from torch import nn
 
 from trueshard.errors import with_kind
 from trueshard.model.regions import rows_of
+from trueshard.optim.paths import Parted, Path
 from trueshard.optim.rebind import by_shape, family
-from trueshard.optim.trial import LARGE_STEPS, RANKS, STEPS, Refused, Result, leaves, run, shapes_of
+from trueshard.optim.runs import BINDING
+from trueshard.optim.trial import (
+    LARGE_STEPS,
+    MANY_STEPS,
+    RANKS,
+    STEPS,
+    Place,
+    Refused,
+    Result,
+    Shapes,
+    few_of,
+    forget_values,
+    held_by,
+    leaves,
+    outermost,
+    run,
+    shapes_of,
+    within,
+)
 
 TOLERANCE = 1e-3
 """Tolerated difference, as a part of a parameter's largest change: float32 sums in another order stay far below, any
@@ -78,6 +97,7 @@ _REFUSED_BY_NAME = {
 }
 """Class names, wherever they are defined: what such a class does beside its step in one process cannot be tried."""
 _RANDOM = "it draws random numbers, which every rank would draw differently"
+_COUPLED = "its update of one parameter depends on others, which other ranks hold"
 _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
@@ -143,50 +163,74 @@ def manner(verdicts: Sequence[Verdict]) -> str:
     return "on shards and by owner" if len(kinds) > 1 else "by owner" if True in kinds else "on shards"
 
 
-def _dtypes(group: dict[str, Any]) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in group["params"]}
+def _dtypes(*groups: dict[str, Any]) -> set[torch.dtype]:
+    return {parameter.dtype for group in groups for parameter in group["params"]}
 
 
 # By trial
 
 
+@dataclass
+class Tried:
+    """Stand-ins of some shapes, tried."""
+
+    attempt: functools.partial[Result]
+    """``run`` with the arguments that every trial of these stand-ins has."""
+    together: Result
+    """What became of all of them, whole."""
+    paths: dict[Place, Path] = field(default_factory=dict)
+    """What ran for each of them alone."""
+
+
 def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
     _refuse_untried(optimizer)
-    verdicts = [Verdict(rows=set()) for _ in optimizer.param_groups]
+    groups = optimizer.param_groups
+    verdicts = [Verdict(rows=set()) for _ in groups]
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
-            _try(optimizer, verdicts, small=True, exact=exact)
-            if any(parameter.ndim == 2 for group in optimizer.param_groups for parameter in group["params"]):
-                _try(optimizer, verdicts, small=False, exact=exact)
+            small = _try(optimizer, verdicts, [shapes_of(group, small=True) for group in groups], STEPS, exact)
+            tried = [small]
+            if any(large := [shapes_of(group, small=False) for group in groups]):
+                tried.append(_try(optimizer, verdicts, large, LARGE_STEPS, exact))
+            _try_apart(small)
+            for dtype in _dtypes(*groups) - {torch.float32}:
+                with contextlib.suppress(RuntimeError, TypeError):
+                    _try_again(functools.partial(small.attempt, dtype=dtype), verdicts)
+            few = few_of(small.attempt.args[1])
+            _try_again(functools.partial(run, optimizer, few, MANY_STEPS, **small.attempt.keywords), verdicts)
+            _try_shapes(optimizer, tried, verdicts, exact)
     finally:
         random.setstate(random_states[0])
         numpy.random.set_state(random_states[1])  # noqa: NPY002
+        forget_values()
     return verdicts
 
 
 def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
     """Raise Refused if it reaches parameters by another way than its groups, or has random numbers of its own."""
-    ours = {id(p) for member in family(optimizer) for group in member.param_groups for p in group["params"]}
-    for member in family(optimizer):
+    members = family(optimizer)
+    ours = {id(p) for member in members for group in member.param_groups for p in group["params"]}
+    known = {id(each) for member in members for each in (member.param_groups, *member.param_groups, member.state)}
+    for member in members:
         for name, attribute in vars(member).items():
-            if name in ("param_groups", "state"):
+            if name == BINDING or name.endswith("_hooks"):
                 continue
-            for _, value in leaves(attribute):
+            for _, value in held_by(attribute, set(known)):
                 if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
                     raise Refused(f"it holds the model itself (its attribute {name!r})")
-                if id(value) in ours:
+                other = isinstance(value, torch.optim.Optimizer) and not any(value is each for each in members)
+                if id(value) in ours or (other and any(id(p) in ours for g in value.param_groups for p in g["params"])):
                     raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
-        for _, value in itertools.chain(leaves(vars(member)), leaves(member.param_groups)):
-            if isinstance(value, torch.Generator):
-                raise Refused(_RANDOM)
+                if isinstance(value, torch.Generator):
+                    raise Refused(_RANDOM)
+        if any(isinstance(value, torch.Generator) for _, value in leaves(member.param_groups)):
+            raise Refused(_RANDOM)
 
 
-def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bool, exact: bool) -> None:
-    steps = STEPS if small else LARGE_STEPS
-    shapes = [shapes_of(group, small) for group in optimizer.param_groups]
-    places = [(g, i) for g, shape in enumerate(shapes) for i in range(len(shape))]
+def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], shapes: Shapes, steps: int, exact: bool) -> Tried:
     attempt, together = _first(optimizer, shapes, steps, same_draws=exact)
+    tried = Tried(attempt, together)
     is_random = _is_random(optimizer, attempt, together)
     if is_random and (not exact or together.drew_elsewhere):
         instead = "" if together.drew_elsewhere else "shard(exact=True), which draws by step and parameter"
@@ -195,24 +239,91 @@ def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], *, small: bo
         verdict.draws |= together.drew
         if exact and (is_random or together.drew):
             verdict.seeded = verdict.whole = True
+    places = _places(shapes)
     for k, place in enumerate(places):
+        path = tried.paths[place] = Path()
         try:
-            alone = attempt(only=place)
+            alone = attempt(only=place, path=path)
         except Exception as error:
             raise Refused(f"it needs gradients of all parameters at once ({with_kind(error)})") from error
         if _differs(together, alone, [k]) or not _same_settings(together, alone, (place[0], -1)):
-            raise Refused("its update of one parameter depends on others, which other ranks hold")
-        if small and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
+            raise Refused(_COUPLED)
+        if steps == STEPS and not any(bool((values[k] != together.before[k]).any()) for values in together.later):
             raise Refused("it moved nothing when it was tried, so nothing can be said about it")
     for g, verdict in enumerate(verdicts):
         members = [k for k, place in enumerate(places) if place[0] == g]
         if members and not verdict.whole:
             verdict.whole = not _steps_by_rows(attempt, g, together, members, verdict)
+    return tried
+
+
+def _places(shapes: Shapes) -> list[Place]:
+    return [(g, i) for g, in_group in enumerate(shapes) for i in range(len(in_group))]
+
+
+def _try_again(attempt: functools.partial[Result], verdicts: list[Verdict]) -> None:
+    """Try in other circumstances each stand-in alone and, where its group steps by rows, the first piece of it."""
+    together = attempt()
+    for k, place in enumerate(_places(attempt.args[1])):
+        g, verdict = place[0], verdicts[place[0]]
+        for cut in (None,) if verdict.whole else (g, None):
+            found = attempt(only=place, cut=cut)
+            rank = None if cut is None else 0
+            if _same_settings(together, found, (g, -1)) and not _differs(together, found, [k], rank):
+                break
+            if cut is None:
+                raise Refused(_COUPLED)
+            verdict.whole = True
+
+
+def _try_apart(tried: Tried) -> None:
+    """Raise Refused if a step cannot be taken in several runs, one for each parameter: owners take it in some."""
+    with contextlib.suppress(Exception):
+        apart = tried.attempt(apart=True)
+        same = _same_settings(tried.together, apart, range(-1, len(apart.settings) - 1))
+        if same and not _differs(tried.together, apart, range(len(apart.before))):
+            return
+    raise Refused(
+        "what it keeps outside of its groups, its attributes and state[parameter] does not fit a step that takes some "
+        "parameters after others",
+        "an optimizer that keeps what belongs to a parameter in state[parameter], and counts steps in its groups",
+    )
+
+
+def _try_shapes(optimizer: torch.optim.Optimizer, tried: list[Tried], verdicts: list[Verdict], exact: bool) -> None:
+    """Find out if parameters of the user's shapes are updated as stand-ins are; if not, as larger ones; else, whole."""
+    for g, group in enumerate(optimizer.param_groups):
+        shapes = outermost({tuple(p.shape) for p in group["params"] if p.ndim and p.numel()})
+        for number, shape in enumerate(shapes):
+            steps = LARGE_STEPS if number else STEPS
+            if verdicts[g].whole or any(_goes_like(each, g, shape, steps) for each in tried):
+                continue
+            smaller = within(shape)
+            stand_ins = [[smaller] * 2 * (g == k) for k in range(len(verdicts))]
+            tried.append(_try(optimizer, verdicts, stand_ins, STEPS, exact))
+            verdicts[g].whole |= smaller != shape and not _goes_like(tried[-1], g, shape, steps)
+
+
+def _goes_like(tried: Tried, g: int, shape: tuple[int, ...], steps: int) -> bool:
+    """True if a parameter of ``shape``, and a row of it, run what a stand-in in group ``g`` ran."""
+    optimizer, shapes, most = tried.attempt.args
+    i = next((i for i, known in enumerate(shapes[g]) if len(known) == len(shape)), None)
+    if i is None:
+        return False
+    whole, row = tried.paths[g, i].follow(), tried.paths[g, i].follow()
+    try:
+        for path, rows, count in ((whole, shape[0], min(steps, most)), (row, 1, LARGE_STEPS)):
+            changed = [[*in_group] for in_group in shapes]
+            changed[g][i] = rows, *shape[1:]
+            run(optimizer, changed, count, **tried.attempt.keywords | {"only": (g, i), "path": path, "extreme": False})
+    except (Parted, Exception):  # also where values are asked for, which fake tensors have not
+        return False
+    return row.numbers == whole.numbers[: len(row.numbers)]
 
 
 def _first(
-    optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], steps: int, *, same_draws: bool
-) -> tuple[Callable[..., Result], Result]:
+    optimizer: torch.optim.Optimizer, shapes: Shapes, steps: int, *, same_draws: bool
+) -> tuple[functools.partial[Result], Result]:
     """Return how to try the optimizer, and the first trial: on all stand-ins, whole.
 
     Gentler each time: an update may not survive extreme gradients, and settings may hold what a first step must not
@@ -237,7 +348,7 @@ def _is_random(optimizer: torch.optim.Optimizer, attempt: Callable[..., Result],
 
     In float32 and in the dtypes of the parameters: some round at random where there are few bits.
     """
-    dtypes = {torch.float32}.union(*map(_dtypes, optimizer.param_groups))
+    dtypes = {torch.float32} | _dtypes(*optimizer.param_groups)
     for dtype in sorted(dtypes, key=str):
         with contextlib.suppress(RuntimeError, TypeError):
             one = together if dtype is torch.float32 else attempt(dtype=dtype)

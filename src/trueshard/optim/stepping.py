@@ -27,7 +27,6 @@ While there is a sharded model, every optimizer is looked at before it steps:
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import functools
 import operator
@@ -50,11 +49,9 @@ from trueshard.optim.exact import are_exact
 from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
 from trueshard.optim.owners import Owned, Owners, Place
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
+from trueshard.optim.runs import BINDING, StepRuns
 from trueshard.optim.seeded_random import DRAWS, drawn_from
 from trueshard.optim.ties import check_added_up
-
-_BINDING = "_trueshard_binding"
-"""Attribute of an optimizer that holds its ``Stepping``."""
 
 
 def watch_steps() -> Callable[[], None]:
@@ -122,7 +119,7 @@ def _refuse_unstepped(optimizer: torch.optim.Optimizer, model: registry.ShardedM
 
 
 def _binding(optimizer: torch.optim.Optimizer) -> Stepping | None:
-    binding: Stepping | None = vars(optimizer).get(_BINDING)
+    binding: Stepping | None = vars(optimizer).get(BINDING)
     return binding
 
 
@@ -131,7 +128,7 @@ def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None
     binding = _binding(optimizer)
     if binding is None:
         binding = Stepping(optimizer, _verdicts(optimizer) if verdicts is None else verdicts)
-        setattr(optimizer, _BINDING, binding)
+        setattr(optimizer, BINDING, binding)
     return binding
 
 
@@ -178,6 +175,8 @@ class Stepping:
         """Closing it shows DTensors again; nothing happens if they are shown."""
         self._sending: Iterator[Any] = iter(())
         """Generator that sends the last batch back, which the call itself steps; empty where it steps none."""
+        self._runs: StepRuns | None = None
+        """Runs of this step, where it takes more than one."""
         self._watches_random = any(v.rows is not None for v in verdicts) and not any(v.draws for v in verdicts)
         self._random: Any = None
         """State of torch's generator when the optimizer began to compute; valid inside a step."""
@@ -273,10 +272,11 @@ class Stepping:
         if self._watches_random:
             self._random = torch.get_rng_state()
         local = [group.now(optimizer.state) for group in self._stand_ins]
-        if is_seeded:
-            self._step_seeded(optimizer, local, owned, args, kwargs)
-        elif owned:
-            self._step_owned(optimizer, local, owned, args, kwargs)
+        if is_seeded or owned:
+            self._runs = StepRuns(optimizer)
+            step_runs = self._step_seeded if is_seeded else self._step_owned
+            step_runs(optimizer, local, owned, args, kwargs)
+            self._runs.note_gradients()
         else:
             self._swapped.enter_context(swapped(optimizer, local))
         return args, kwargs
@@ -286,6 +286,9 @@ class Stepping:
             self._swapped.close()
             for _ in self._sending:
                 raise AssertionError("the last batch of a step is followed by another")
+            if self._runs is not None:
+                self._runs.finish()
+            self._runs = None
             self._check_random(optimizer)
             for model in registry.models():
                 for function in model.after_step if optimizer in model.stepped_by else ():
@@ -295,7 +298,7 @@ class Stepping:
         """Give up a step that an exception cut short: what was not updated stays as it is."""
         if State.CLOSURE not in self.states:  # the user looks at the optimizer, in the middle of a step that goes on
             self.states = []
-            self._sending = iter(())
+            self._sending, self._runs = iter(()), None
             self._swapped.close()
 
     def _check_random(self, optimizer: torch.optim.Optimizer) -> None:
@@ -336,8 +339,10 @@ class Stepping:
         """Step ``batch`` before the call itself, from the same settings as it."""
         step: Any = type(optimizer).step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without torch's, which calls hooks
-        with _copied_settings(optimizer), contextlib.closing(self._swapped):
+        assert self._runs is not None
+        with self._runs.ahead(), contextlib.closing(self._swapped):
             self._swapped.enter_context(swapped(optimizer, batch))
+            self._runs.note_gradients()
             step(optimizer, *args[1:], **kwargs)
 
     def _step_seeded(
@@ -449,26 +454,3 @@ def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
     return each_in(value, lambda member, _: _gather(member))
-
-
-@contextlib.contextmanager
-def _copied_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, give ``optimizer`` a copy of all that it has besides parameters and state."""
-    tables = [table for member in family(optimizer) for table in (*member.param_groups, vars(member))]
-    kept = [{key: value for key, value in table.items() if _is_setting(key, value)} for table in tables]
-    for table, settings in zip(tables, kept, strict=True):
-        for key, value in settings.items():
-            table[key] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    try:
-        yield
-    finally:
-        for table, settings in zip(tables, kept, strict=True):
-            for key in [key for key, value in table.items() if key not in settings and _is_setting(key, value)]:
-                del table[key]
-            table.update(settings)
-
-
-def _is_setting(key: str, value: Any) -> bool:
-    if key in ("params", "param_groups", "state", "defaults") or (key == "step" and callable(value)):
-        return False
-    return not key.endswith("_hooks") and not isinstance(value, (torch.optim.Optimizer, nn.Module, Stepping))

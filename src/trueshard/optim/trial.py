@@ -10,19 +10,26 @@ import copy
 import functools
 import inspect
 import itertools
+import math
+import operator
 import pickle
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from trueshard import _torch
 from trueshard.model.regions import rows_of
+from trueshard.optim.paths import Path
 from trueshard.optim.rebind import family
+from trueshard.optim.runs import StepRuns
 from trueshard.optim.seeded_random import SameDraws
 
 EXTREMES = (1e4, 1e-4)
@@ -35,6 +42,20 @@ ROWS = 5
 LARGE = (192, 160)
 """A matrix on the far side of the sizes from which optimizers factorise or quantize their state."""
 LARGE_STEPS = 3
+MOST = 1 << 17
+"""Elements of the largest stand-in."""
+MANY_STEPS = 300
+"""Enough for what begins after a warm-up, or after a history has filled."""
+LATEST = 150
+"""The largest whole number among the settings, where there are many steps: a warm-up must end within them."""
+RECURRENCE = 25
+"""After how many steps a gradient comes again; the last of them is large, as what adapts to gradients waits for."""
+
+
+Shapes = list[list[tuple[int, ...]]]
+"""Shapes of stand-ins, by group."""
+Place = tuple[int, int]
+"""(group, position) of a stand-in."""
 
 
 class Refused(Exception):
@@ -73,8 +94,31 @@ def shapes_of(group: dict[str, Any], small: bool) -> list[tuple[int, ...]]:
     return shapes
 
 
+def few_of(shapes: Shapes) -> Shapes:
+    """Return one of ``shapes`` for each number of dimensions in each group; of a single one, all."""
+    few = [list({len(shape): shape for shape in reversed(group)}.values()) for group in shapes]
+    return few if sum(map(len, few)) > 1 else shapes
+
+
+def outermost(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return those of ``shapes`` that are first or last by a measure that a threshold may be of, the largest first."""
+    measures: list[Any] = [math.prod, min, operator.itemgetter(0), lambda shape: math.prod(shape[1:])]
+    some = [sorted(shape for shape in shapes if len(shape) == n) for n in sorted(set(map(len, shapes)))]
+    ends = {end(of_n, key=measure) for of_n in some for end in (min, max) for measure in measures}
+    return sorted(ends, key=math.prod, reverse=True)
+
+
+def within(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``shape``, its largest dimension halved until there are few enough elements to step them all."""
+    while math.prod(shape) > MOST:
+        i = shape.index(max(shape))
+        shape = (*shape[:i], shape[i] // 2, *shape[i + 1 :])
+    return shape
+
+
+@functools.lru_cache(maxsize=1024)
 def _gradient(shape: tuple[int, ...], number: int, rank: int | None, step: int, factor: float) -> torch.Tensor:
-    """Return the same gradient in every trial, ``factor`` times as large.
+    """Return the same gradient in every trial, ``factor`` times as large. Read-only.
 
     It keeps its direction: what estimates a distance from how far it went must see progress.
     """
@@ -97,9 +141,15 @@ def _values(shape: tuple[int, ...], seed: int, rank: int | None) -> torch.Tensor
     return values[start : start + count].clone()
 
 
+def forget_values() -> None:
+    """Free what the trials of one optimizer share."""
+    _gradient.cache_clear()
+    _values.cache_clear()
+
+
 def run(
-    optimizer: torch.optim.Optimizer,
-    shapes: list[list[tuple[int, ...]]],
+    optimizer: Optimizer,
+    shapes: Shapes,
     steps: int,
     *,
     extreme: bool,
@@ -107,26 +157,36 @@ def run(
     remade: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    only: tuple[int, int] | None = None,
+    only: Place | None = None,
     rank: int = 0,
     cut: int | None = None,
     same_draws: bool = False,
+    apart: bool = False,
+    path: Path | None = None,
 ) -> Result:
     """Run steps of a copy of ``optimizer`` on stand-ins of ``shapes``, by group.
 
     ``extreme``: the last gradients are very large, and very small. ``fresh``: forget what the optimizer has counted.
     ``remade``: construct it anew. ``only``: the one stand-in, as (group, position), that has gradients; None: all.
     ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none. ``same_draws``: whatever was
-    drawn before, torch draws the same.
+    drawn before, torch draws the same. ``apart``: a step takes a run for each stand-in. ``path``: note operators
+    there, of fake tensors if it follows another.
     """
     trial = _copy(optimizer, fresh)
+    if steps > STEPS:
+        _come_sooner(trial)
     numbers = itertools.count(1)
     kinds = {
         (g, i): (shape, next(numbers), rank if g == cut else None)
         for g, in_group in enumerate(shapes)
         for i, shape in enumerate(in_group)
     }
-    stand_ins = {place: nn.Parameter((0.1 * _values(*kind) + 0.1).to(dtype)) for place, kind in kinds.items()}
+    follows = path is not None and path.first is not None
+    none: Any = contextlib.nullcontext()
+    fake = _torch.fake_tensors() if follows else none
+    with fake:
+        values = {p: torch.ones(kind[0]) if follows else 0.1 * _values(*kind) + 0.1 for p, kind in kinds.items()}
+    stand_ins = {place: nn.Parameter(value.to(dtype)) for place, value in values.items()}
     for g, group in enumerate(trial.param_groups):
         group["params"][:] = [stand_in for place, stand_in in stand_ins.items() if place[0] == g]
         _make_visible(group)
@@ -137,19 +197,21 @@ def run(
     torch.default_generator.manual_seed(seed)  # this one alone: `torch.manual_seed` would seed the user's accelerators
     drawn = _drawn()
     later = []
-    for step, factor in enumerate([1.0] * steps + list(EXTREMES) * extreme):
+    for step, factor in enumerate([*map(_factor, range(steps)), *EXTREMES[: 2 * extreme]]):
         for place, stand_in in stand_ins.items():
             if only in (None, place):
-                stand_in.grad = _gradient(*kinds[place], step, factor).to(stand_in.dtype)
-        with SameDraws(seed) if same_draws else contextlib.nullcontext():
-            _step(trial)
-        if step >= steps - 1:
+                gradient = values[place] if follows else _gradient(*kinds[place], step % RECURRENCE, factor)
+                stand_in.grad = gradient.to(dtype, copy=True)
+        with fake, SameDraws(seed) if same_draws else none, path or none:
+            _step_apart(trial, stand_ins) if apart else _step(trial)
+        if step >= steps - 1 or _factor(step) > 1:
             later.append([p.detach().clone() for p in parameters])
     settings = [_numbers(group) for group in trial.param_groups]
     states = [member.state for member in family(trial)]
     state = [dict(leaf for held in states if p in held for leaf in leaves(held[p])) for p in parameters]
     drawn_now = _drawn()
-    settings.append(_numbers(vars(trial)))
+    shared = [{k: v for k, v in held.items() if not isinstance(k, torch.Tensor)} for held in states]
+    settings.append(_numbers(vars(trial) | {"shared": shared}))
     return Result(before, later, state, settings, drew=drawn_now != drawn, drew_elsewhere=drawn_now[1:] != drawn[1:])
 
 
@@ -159,7 +221,34 @@ def _drawn() -> tuple[Any, ...]:
     return bytes(torch.get_rng_state().numpy()), random.getstate(), numbers
 
 
-def _step(trial: torch.optim.Optimizer) -> None:
+def _factor(step: int) -> float:
+    return 30.0 if step % RECURRENCE == RECURRENCE - 1 else 1.0
+
+
+def _come_sooner(trial: Optimizer) -> None:
+    """Make whole numbers among the settings small enough that what waits for so many steps happens in a trial."""
+    for member in family(trial):
+        owned = [vars(value) for value in vars(member).values() if is_own(value)]
+        for table in (*member.param_groups, vars(member), *owned):
+            table.update({key: LATEST for key, value in table.items() if type(value) is int and value > LATEST})
+
+
+def _step_apart(trial: Optimizer, stand_ins: dict[Place, nn.Parameter]) -> None:
+    """Step each stand-in in a run of its own, the others replaced by ones without a gradient."""
+    runs = StepRuns(trial)
+    lists = [list(group["params"]) for group in trial.param_groups]
+    for number, here in enumerate(stand_ins.values()):
+        with runs.ahead() if number + 1 < len(stand_ins) else contextlib.nullcontext():
+            for group, members in zip(trial.param_groups, lists, strict=True):
+                group["params"][:] = [p if p is here else nn.Parameter(torch.zeros([1] * p.ndim)) for p in members]
+            runs.note_gradients()
+            _step(trial)
+    runs.finish()
+    for group, members in zip(trial.param_groups, lists, strict=True):
+        group["params"][:] = members
+
+
+def _step(trial: Optimizer) -> None:
     try:
         trial.step()
     except Exception as error:
@@ -182,7 +271,7 @@ def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
     settings = {k: v for k, v in table.items() if k not in ("params", "state", "param_groups", "defaults")}
     return {
         path: value.detach().reshape(-1).clone() if isinstance(value, torch.Tensor) else value
-        for path, value in leaves(settings)
+        for path, value in held_by(settings, set())
         if (isinstance(value, torch.Tensor) and value.numel() <= 1) or isinstance(value, (int, float))
     }
 
@@ -199,7 +288,30 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
-def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimizer:
+def is_own(value: Any) -> bool:
+    """True for an object of the optimizer's own, that is copied by its attributes."""
+    if isinstance(value, (type, FunctionType, MethodType, ModuleType, nn.Module, Optimizer)):
+        return False
+    made_by: Any = type(value).__reduce_ex__
+    return made_by is object.__reduce_ex__ and hasattr(value, "__dict__") and not hasattr(value, "__deepcopy__")
+
+
+def held_by(value: Any, seen: set[int], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield what ``leaves`` does, and what deques, sets and objects of the optimizer's own hold, each once.
+
+    ``seen``: ``id`` of what is left out; added to.
+    """
+    if is_own(value) or isinstance(value, (dict, list, tuple, set, deque)):
+        if id(value) not in seen:
+            seen.add(id(value))
+            members = value if isinstance(value, dict) else vars(value) if is_own(value) else dict(enumerate(value))
+            for key, member in members.items():
+                yield from held_by(member, seen, (*path, key))
+    else:
+        yield path, value
+
+
+def _copy(optimizer: Optimizer, fresh: bool) -> Optimizer:
     """Copy the optimizer as it would be with other parameters and without state: attributes, settings, wrapped ones.
 
     Not by ``copy.deepcopy``: torch's optimizers drop attributes of their own when they are copied.
@@ -234,7 +346,7 @@ def _copy(optimizer: torch.optim.Optimizer, fresh: bool) -> torch.optim.Optimize
     return copies[0]
 
 
-def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _remake(optimizer: Optimizer, trial: Optimizer) -> Optimizer:
     """Construct the copy with the arguments that can be read from its defaults and attributes."""
     defaults = getattr(optimizer, "defaults", {})
     names = list(inspect.signature(type(optimizer).__init__).parameters)[2:]
@@ -242,7 +354,7 @@ def _remake(optimizer: torch.optim.Optimizer, trial: torch.optim.Optimizer) -> t
     groups = [{k: v for k, v in group.items() if k == "params" or k in defaults} for group in trial.param_groups]
     wrapped: Any = [member for member in family(trial) if member is not trial]
     made: Any = type(optimizer)
-    remade: torch.optim.Optimizer = made(
+    remade: Optimizer = made(
         wrapped[0] if wrapped else groups, **{name: arguments[name] for name in names if name in arguments}
     )
     return remade
