@@ -2,7 +2,8 @@
 
 Known classes (torch's own) are looked up. Of any other, a copy with the user's own settings steps small parameters that
 stand in for the user's: once whole, once with each parameter alone having a gradient, once cut by rows as ranks would
-cut them. Differences tell:
+cut them. Again in the user's dtypes, for hundreds of steps, since much begins after a warm-up, and one parameter after
+the other. For shapes on which it does something else than on these (``paths``), larger ones. Differences tell:
 
 - alone ≠ together: it couples different parameters;
 - the random seed matters: it draws random numbers, which ranks would draw differently (unless sums are exact, for
@@ -30,27 +31,11 @@ from torch import nn
 
 from trueshard.errors import with_kind
 from trueshard.model.regions import rows_of
+from trueshard.optim import trial
 from trueshard.optim.paths import Parted, Path
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.runs import BINDING
-from trueshard.optim.trial import (
-    LARGE_STEPS,
-    MANY_STEPS,
-    RANKS,
-    STEPS,
-    Place,
-    Refused,
-    Result,
-    Shapes,
-    few_of,
-    forget_values,
-    held_by,
-    leaves,
-    outermost,
-    run,
-    shapes_of,
-    within,
-)
+from trueshard.optim.trial import RANKS, STEPS, Place, Refused, Result, Shapes, leaves, run
 
 TOLERANCE = 1e-3
 """Tolerated difference, as a part of a parameter's largest change: float32 sums in another order stay far below, any
@@ -189,21 +174,22 @@ def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
-            small = _try(optimizer, verdicts, [shapes_of(group, small=True) for group in groups], STEPS, exact)
+            small = _try(optimizer, verdicts, [trial.shapes_of(group, small=True) for group in groups], STEPS, exact)
             tried = [small]
-            if any(large := [shapes_of(group, small=False) for group in groups]):
-                tried.append(_try(optimizer, verdicts, large, LARGE_STEPS, exact))
+            if any(large := [trial.shapes_of(group, small=False) for group in groups]):
+                tried.append(_try(optimizer, verdicts, large, trial.LARGE_STEPS, exact))
             _try_apart(small)
-            for dtype in _dtypes(*groups) - {torch.float32}:
+            for dtype in sorted(_dtypes(*groups) - {torch.float32}, key=str):
                 with contextlib.suppress(RuntimeError, TypeError):
+                    small.attempt(dtype=dtype)  # some have no such kernel on the CPU
                     _try_again(functools.partial(small.attempt, dtype=dtype), verdicts)
-            few = few_of(small.attempt.args[1])
-            _try_again(functools.partial(run, optimizer, few, MANY_STEPS, **small.attempt.keywords), verdicts)
+            few = trial.few_of(small.attempt.args[1])
+            _try_again(functools.partial(run, optimizer, few, trial.MANY_STEPS, **small.attempt.keywords), verdicts)
             _try_shapes(optimizer, tried, verdicts, exact)
     finally:
         random.setstate(random_states[0])
         numpy.random.set_state(random_states[1])  # noqa: NPY002
-        forget_values()
+        trial.forget_values()
     return verdicts
 
 
@@ -216,7 +202,7 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
         for name, attribute in vars(member).items():
             if name == BINDING or name.endswith("_hooks"):
                 continue
-            for _, value in held_by(attribute, set(known)):
+            for _, value in trial.held_by(attribute, set(known)):
                 if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
                     raise Refused(f"it holds the model itself (its attribute {name!r})")
                 other = isinstance(value, torch.optim.Optimizer) and not any(value is each for each in members)
@@ -263,14 +249,20 @@ def _places(shapes: Shapes) -> list[Place]:
 
 def _try_again(attempt: functools.partial[Result], verdicts: list[Verdict]) -> None:
     """Try in other circumstances each stand-in alone and, where its group steps by rows, the first piece of it."""
-    together = attempt()
+    try:
+        together = attempt()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"it cannot be tried for {attempt.args[2]} steps ({with_kind(error)})") from error
     for k, place in enumerate(_places(attempt.args[1])):
         g, verdict = place[0], verdicts[place[0]]
         for cut in (None,) if verdict.whole else (g, None):
-            found = attempt(only=place, cut=cut)
-            rank = None if cut is None else 0
-            if _same_settings(together, found, (g, -1)) and not _differs(together, found, [k], rank):
-                break
+            with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+                found = attempt(only=place, cut=cut)
+                rank = None if cut is None else 0
+                if _same_settings(together, found, (g, -1)) and not _differs(together, found, [k], rank):
+                    break
             if cut is None:
                 raise Refused(_COUPLED)
             verdict.whole = True
@@ -293,12 +285,12 @@ def _try_apart(tried: Tried) -> None:
 def _try_shapes(optimizer: torch.optim.Optimizer, tried: list[Tried], verdicts: list[Verdict], exact: bool) -> None:
     """Find out if parameters of the user's shapes are updated as stand-ins are; if not, as larger ones; else, whole."""
     for g, group in enumerate(optimizer.param_groups):
-        shapes = outermost({tuple(p.shape) for p in group["params"] if p.ndim and p.numel()})
+        shapes = trial.outermost({tuple(p.shape) for p in group["params"] if p.ndim and p.numel()})
         for number, shape in enumerate(shapes):
-            steps = LARGE_STEPS if number else STEPS
+            steps = trial.LARGE_STEPS if number else STEPS
             if verdicts[g].whole or any(_goes_like(each, g, shape, steps) for each in tried):
                 continue
-            smaller = within(shape)
+            smaller = trial.within(shape)
             stand_ins = [[smaller] * 2 * (g == k) for k in range(len(verdicts))]
             tried.append(_try(optimizer, verdicts, stand_ins, STEPS, exact))
             verdicts[g].whole |= smaller != shape and not _goes_like(tried[-1], g, shape, steps)
@@ -312,7 +304,7 @@ def _goes_like(tried: Tried, g: int, shape: tuple[int, ...], steps: int) -> bool
         return False
     whole, row = tried.paths[g, i].follow(), tried.paths[g, i].follow()
     try:
-        for path, rows, count in ((whole, shape[0], min(steps, most)), (row, 1, LARGE_STEPS)):
+        for path, rows, count in ((whole, shape[0], min(steps, most)), (row, 1, trial.LARGE_STEPS)):
             changed = [[*in_group] for in_group in shapes]
             changed[g][i] = rows, *shape[1:]
             run(optimizer, changed, count, **tried.attempt.keywords | {"only": (g, i), "path": path, "extreme": False})
