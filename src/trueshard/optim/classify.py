@@ -162,9 +162,9 @@ class Tried:
     attempt: functools.partial[Result]
     """``run`` with the arguments that every trial of these stand-ins has."""
     together: Result
-    """What became of all of them, whole."""
+    """Result of the trial on all of them, whole."""
     paths: dict[Place, Path] = field(default_factory=dict)
-    """What ran for each of them alone."""
+    """Operators that ran for each of them alone."""
 
 
 def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:

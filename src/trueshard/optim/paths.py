@@ -1,4 +1,4 @@
-"""Whether an optimizer does to a tensor of one shape what it does to one of another shape.
+"""Paths of a step: the operators that it runs, to tell if they are the same on tensors of another shape.
 
 Many factorise, normalise or quantize from some size on, and the user's own tensors are too large to be stepped when an
 optimizer is tried. So the steps of a stand-in are noted, operator by operator, and taken again with fake tensors of the

@@ -33,7 +33,7 @@ class StepRuns:
         tables += [table for member in members for table in (member.state, vars(member))]
         self._tables = {id(table): table for table in tables}
         self._fixed: dict[int, Any] = {id(each): each for each in (*members, *tables)}
-        """What a copy of a setting refers to as the original does."""
+        """Objects that a copy of a setting refers to as the original does."""
         self._met: set[int] = set()
         """``id`` of the tables that the present run changes."""
         self._left: dict[int, dict[Any, Any]] = {}
@@ -64,7 +64,7 @@ class StepRuns:
                 _put(self._tables[key], settings)
 
     def finish(self) -> None:
-        """After the last run, take over what it had no gradients to count from the runs ahead of it."""
+        """Take over from the runs ahead what the last one, which has ended, had no gradients to count."""
         for key in self._left.keys() - self._met:
             table = self._tables[key]
             _put(table, {name: _become(table.get(name), value) for name, value in self._left[key].items()})

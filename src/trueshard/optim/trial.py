@@ -45,11 +45,11 @@ LARGE_STEPS = 3
 MOST = 1 << 17
 """Elements of the largest stand-in."""
 MANY_STEPS = 300
-"""Enough for what begins after a warm-up, or after a history has filled."""
+"""Steps of the longest trial, for rules that begin after a warm-up, or when a history has filled."""
 LATEST = 150
 """The largest whole number among the settings, where there are many steps: a warm-up must end within them."""
 RECURRENCE = 25
-"""After how many steps a gradient comes again; the last of them is large, as what adapts to gradients waits for."""
+"""Steps until gradients come again; the last of them is large, since some rules wait for a large one."""
 
 
 Shapes = list[list[tuple[int, ...]]]
