@@ -60,12 +60,11 @@ def build(kind: str, words: dict[str, Any]) -> nn.Module:
 
     torch.manual_seed(0)
     config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind.partition(",")[0]]]
+    words = dict(words)
     if "target_modules" in inspect.signature(config).parameters:
         words = {"target_modules": LAYERS} | words
-    model = peft.get_peft_model(
-        MODELS["mixtral"]() if "target_parameters" in words else llama(**SIZES),
-        config(task_type="CAUSAL_LM", **words),
-    ).double()
+    base = MODELS["mixtral"]() if "target_parameters" in words else llama(**SIZES | words.pop("sizes", {}))
+    model = peft.get_peft_model(base, config(task_type="CAUSAL_LM", **words)).double()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -99,6 +98,13 @@ def test_every_kind_of_adapter_trains_as_on_one_process(kind: str, ranks2: Ranks
 @pytest.mark.parametrize("kind", ["LORA, DoRA", "OFT", "LORA, ends saved"])
 def test_adapters_where_ranks_hold_parts_of_sequences(kind: str, ranks2: Ranks) -> None:
     assert max(ranks2.run(apart, kind, KINDS[kind], {"sequence": True})) < 1e-9
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["LORA", "LORA, DoRA", "ADALORA"])
+def test_adapters_on_three_ranks_whose_parts_are_uneven(kind: str, ranks3: Ranks) -> None:
+    sizes = {"hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 6, "num_key_value_heads": 6}
+    assert max(ranks3.run(apart, kind, KINDS[kind] | {"sizes": sizes}, {})) < 1e-9
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -198,6 +198,18 @@ def summed(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@on_ranks(2)
+def test_a_number_between_parts_that_compute_in_bf16(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Feed(Scale), Feed(Scale))
+    model = copy.deepcopy(plain)
+    trueshard.shard(model, tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, mixed_precision="bf16")
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    for each in (model, plain):
+        each(x).float().square().sum().backward()
+    assert distance(gradients(model), gradients(plain)) < 0.1
+
+
 def test_whole_parameters_between_parts_get_the_sum(ranks2: Ranks, ranks3: Ranks) -> None:
     for found in ranks2.run(summed) + ranks3.run(summed):
         assert {what: far for what, far in found.items() if not far < EXACT} == {}

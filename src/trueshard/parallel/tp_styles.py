@@ -166,15 +166,16 @@ class ComputesWithParts(nn.Module):
     """Mixin for the class of a module: what reads a gathered parameter gets this rank's part, a plain tensor."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         # Gathered over the data ranks, it is on the tensor axis alone; the shards are on more dimensions.
         if isinstance(value, DTensor) and value.device_mesh.ndim == 1 and name in _torch.own_parameters(self):
             placements = value.placements
             if placements[0].is_replicate() and name in self.__dict__[_KEY]:
                 placements = (Partial(),)
             return value.to_local(grad_placements=placements)
-        if name in self.__dict__[_KEY] and isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
-            return sum_gradients(value, self.__dict__[_GROUP])  # one that FSDP2 cannot shard
+        if name in self.__dict__[_KEY] and not isinstance(value, DTensor):  # one that FSDP2 cannot shard
+            wide = value.to(torch.promote_types(value.dtype, torch.float32))
+            return sum_gradients(wide, self.__dict__[_GROUP]).to(value.dtype)
         return value
 
 
