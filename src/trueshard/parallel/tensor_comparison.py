@@ -73,16 +73,19 @@ class Comparison:
                 try:
                     return self._run(_cast([args, kwargs], dtype), dtype)
                 except NotTried as error:
-                    reason = error
-        raise reason
+                    why = str(error)
+        raise NotTried(why)
 
     def _run(self, inputs: Any, dtype: torch.dtype) -> dict[str, str]:
         noise = torch.Generator().manual_seed(0)
         values = {id(p): random_values(p.detach(), noise, dtype) for p in self.module.parameters()}
+        why = ""
         try:
             whole = self._pass(self._copy(values, dtype), inputs)
         except Exception as error:  # whatever a forward raises that was given something unexpected
-            raise NotTried(f"{type(error).__name__}: {one_line(error, 120)}") from None
+            why = f"{type(error).__name__}: {one_line(error, 120)}"
+        if why:
+            raise NotTried(why)
         outputs = [value for (kind, _), value in whole.items() if kind == "output" and value is not None]
         if not outputs or not all(bool(output.isfinite().all()) for output in outputs):
             raise NotTried("it returns no finite numbers")
@@ -153,23 +156,31 @@ class Comparison:
     def _pass(self, copied: nn.Module, inputs: Any) -> Results:
         """Return what a forward and a backward give."""
         results: Results = {}
-        noise, given = torch.Generator().manual_seed(2), list[torch.Tensor]()
+        noise, given, handles = torch.Generator().manual_seed(2), list[torch.Tensor](), list[Any]()
         for path, module in names.named_modules(copied):
 
             def note(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
                 results["module", path] = next((each.detach() for each in _floats_in(output)), None)
 
-            module.register_forward_hook(note)
+            handles.append(module.register_forward_hook(note))
         args, kwargs = _leaves(inputs, given)
-        with torch.enable_grad():
-            outputs = _floats_in(copied(*args, **kwargs))
-            ends = [output for output in outputs if output.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.randn(end.shape, generator=noise).to(end.dtype) for end in ends])
-        results |= {("output", str(i)): output.detach() for i, output in enumerate(outputs)}
-        results |= {("input", str(i)): leaf.grad for i, leaf in enumerate(given)}
-        trained = (held for held in self._held(copied) if held.tensor.requires_grad)
-        return results | {("parameter", held.name): held.tensor.grad for held in trained}
+        try:
+            with torch.enable_grad():
+                outputs = _floats_in(copied(*args, **kwargs))
+                ends = [output for output in outputs if output.requires_grad]
+                if ends:
+                    grads = [torch.randn(end.shape, generator=noise).to(end.dtype) for end in ends]
+                    torch.autograd.backward(ends, grads)
+            results |= {("output", str(i)): output.detach() for i, output in enumerate(outputs)}
+            results |= {("input", str(i)): leaf.grad for i, leaf in enumerate(given)}
+            trained = (held for held in self._held(copied) if held.tensor.requires_grad)
+            return results | {("parameter", held.name): held.tensor.grad for held in trained}
+        finally:  # modules that compute with parts are cycles, which would keep memory till a collection
+            for handle in handles:
+                handle.remove()
+            for module in copied.modules():
+                _torch.own_parameters(module).clear()
+                _torch.own_buffers(module).clear()
 
     def _compare(self, whole: Results, parts: list[Results]) -> tuple[dict[str, str], str]:
         """Return the styles that whole parameters lack, and what else is wrong, in words."""
