@@ -91,6 +91,6 @@ def gradients(rank: int, world_size: int, frozen: bool) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_parts_that_some_microbatches_use(frozen: bool, ranks2: Ranks) -> None:
     ranks2.run(gradients, frozen, timeout=120)

@@ -119,7 +119,7 @@ def test_three_ranks(name: str, ranks3: Ranks) -> None:
     hold(ranks3, THREE[name], name)
 
 
-@pytest.mark.parametrize("name", all_but(["hybrid, bf16, full"], FOUR))
+@pytest.mark.parametrize("name", all_but([], FOUR))
 def test_four_ranks(name: str, ranks4: Ranks) -> None:
     hold(ranks4, FOUR[name], name)
 

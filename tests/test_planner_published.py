@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks import planner_published as published
 from benchmarks import published_attention as attention
 from benchmarks import published_traces as traces
@@ -81,6 +83,7 @@ def test_keys_are_kept_with_all_heads() -> None:
     assert kept(recomputed) == kept(unrepeated)
 
 
+@pytest.mark.rest
 def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
     deep = replace(TINY, layers=9)
     setting = Setting(deep, 1, 2, 32, "full", loss="compiled")

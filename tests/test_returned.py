@@ -50,7 +50,7 @@ def returned(rank: int, world_size: int, names: tuple[str, ...], bare: bool) -> 
     return held, wrong
 
 
-@pytest.mark.parametrize("bare", [True, False])
+@pytest.mark.parametrize("bare", [pytest.param(True, marks=pytest.mark.rest), False])
 def test_hidden_states_and_attentions_are_returned(bare: bool, ranks2: Ranks) -> None:
     names = tuple(name for name, case in CASES.items() if case.kind in KINDS)
     for held, wrong in ranks2.run(returned, names, bare, timeout=280):

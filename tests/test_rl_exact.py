@@ -61,6 +61,7 @@ def whole(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ran(alone, tmp_path_factory.mktemp("exact") / "run")
 
 
+@pytest.mark.rest
 def test_a_run_on_two_ranks_that_is_resumed_on_three_is_that_of_one(
     whole: Any, ranks2: Ranks, ranks3: Ranks, tmp_path: Path
 ) -> None:

@@ -409,7 +409,7 @@ def score(completion, record, sample):
 @pytest.mark.parametrize(
     ("end", "endless", "seconds"),
     [
-        ("exit", "pass", 8),
+        pytest.param("exit", "pass", 8, marks=pytest.mark.rest),
         ("killed", "while True: pass", 8),
         pytest.param("killed", "re.match('(a*)*b', 'a' * 60)", 30, marks=pytest.mark.rest),  # no thread of Python runs
     ],

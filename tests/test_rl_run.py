@@ -151,6 +151,7 @@ def test_at_another_number_of_ranks_it_goes_on_with_the_same_answers(undisturbed
         assert each["tokens"] == wanted[name]["tokens"]
 
 
+@pytest.mark.rest
 def test_a_step_is_made_again(undisturbed: Path, tmp_path: Path) -> None:
     code, out, err = command(undisturbed, "replay", "run", "--step", "9")
     assert code == 0, out + err

@@ -98,6 +98,7 @@ def told_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.rest
 def test_a_training_configuration_has_evaluation_and_saving(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--set", "evaluation.every=5", "--set", "evaluation.samples=64", "--set", "train.checkpoint_every=7")
     told = told_of(capsys, "--hardware", "h100", *words)
@@ -113,7 +114,11 @@ def test_a_training_configuration_has_evaluation_and_saving(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("overrides", "batches"), [((), (4, 2)), (("train.microbatch=2", "train.accumulate=1"), (2, 4))]
+    ("overrides", "batches"),
+    [
+        ((), (4, 2)),
+        pytest.param(("train.microbatch=2", "train.accumulate=1"), (2, 4), marks=pytest.mark.rest),
+    ],
 )
 def test_ranks_that_share_matrices_have_the_samples_of_one(
     overrides: tuple[str, ...], batches: tuple[int, int]

@@ -346,7 +346,8 @@ STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise
 WHOLE = (*FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
 
 
-@pytest.mark.parametrize("words", all_but([FULL], [{}, FULL, SELECTIVE]))
+@pytest.mark.rest
+@pytest.mark.parametrize("words", [{}, FULL, SELECTIVE])
 @on_ranks(3)
 def test_models_of_ones_own_train_the_same_with_and_without_it(
     rank: int, world_size: int, words: dict[str, Any]
