@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import trueshard
 from cases import on_ranks, raises_on_ranks
@@ -170,6 +171,60 @@ def test_hidden_states_that_are_asked_for_are_whole(rank: int, world_size: int, 
     assert far_apart(found, EXACT) == {}
 
 
+# Blocks that run without gradients in a pass with them
+
+
+def _reentrant(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def _recomputing(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _frozen_below(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.forward = torch.no_grad()(layer.forward)
+
+
+def without_gradients(rank: int, world_size: int, change: Callable[[Any], None], later: bool, lengths: Any) -> float:
+    """Passes of several lengths, then their backwards in turn; a pass that splits nothing lies between."""
+    with in_float64():
+        plain, model = build("llama"), build("llama")
+        for each in (plain, model):
+            each.config.use_cache = False
+            if not later:
+                change(each)
+        trueshard.shard(model, tensor={"ranks": world_size, "sequence": True})
+        for each in (plain, model):
+            if later:
+                change(each)
+            outputs = [each(input_ids=torch.arange(2 * length).view(2, length)) for length in lengths]
+            with torch.no_grad():
+                each(input_ids=torch.arange(6).view(2, 3))
+            for output in outputs:
+                output.logits.square().mean().backward()
+        return distance(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "later"),
+    [
+        (3, _reentrant, False),
+        pytest.param(2, _reentrant, True, marks=REST),
+        pytest.param(3, _recomputing, True, marks=REST),
+        (2, _frozen_below, False),
+    ],
+)
+def test_blocks_without_gradients_train_the_same(
+    count: int, change: Callable[[Any], None], later: bool, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    lengths = (11, 8) if change is not _frozen_below else (11,)
+    for far in (ranks2 if count == 2 else ranks3).run(without_gradients, change, later, lengths):
+        assert far < EXACT
+
+
 # Which norm it is
 
 
@@ -315,6 +370,19 @@ class Again(Model):
         return self.output(x)
 
 
+class Reentrant(Model):
+    """Both blocks in one checkpoint, their list inside a bare dictionary of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"blocks": self.blocks})
+        del self.blocks
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first, second = self.inner["blocks"]
+        return self.output(checkpoint(lambda x: second(first(x)), self.table(ids), use_reentrant=True))
+
+
 class Leaves(Model):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
@@ -340,10 +408,10 @@ def test_a_forward_that_was_replaced_is_tried_itself() -> None:
     assert last_norm(Index(model).modules, ["blocks.0", "blocks.1"]) is None
 
 
-STYLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output"}
+STYLES = {"*blocks.*.up": "colwise", "*blocks.*.down": "rowwise", "head": "colwise_gather_output"}
 
 
-WHOLE = (*FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
+WHOLE = (Reentrant, *FOUND, *(kind for kind in OTHERS if kind is not OverBatch))
 
 
 @pytest.mark.rest

@@ -37,11 +37,6 @@ class LastInput:
         self.pair = None
 
 
-def is_split() -> bool:
-    """True where blocks hold parts of sequences, if they do at all: with gradients, since else nothing is kept."""
-    return torch.is_grad_enabled()
-
-
 def sum_gradients(x: torch.Tensor, group: Group, last: LastInput | None = None) -> torch.Tensor:
     """Return ``x``, the same on every rank; its gradient is the sum of what ranks have.
 

@@ -8,7 +8,9 @@ parallelism. Else it computes as without, and each rank keeps its part of the ou
 computes on parts, too, where a trial of the model's forward shows that nothing else reads what the blocks return
 (``forward_trial``).
 
-Without gradients nothing is split: there is no memory to save. Where a model is asked for its hidden states, each block
+A pass that begins without gradients splits nothing: there is no memory to save. One that begins with them splits in all
+blocks, also in those that run without (frozen ones under ``no_grad``, reentrant checkpointing); and backward, which may
+compute blocks again, sees the pass as its forward did. Where a model is asked for its hidden states, each block
 takes its part of whole ones and gathers them again.
 """
 
@@ -25,7 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trueshard.parallel.collectives import gather, is_split, own_part, scatter_sum
+from trueshard import _torch
+from trueshard.model.units import has_forward
+from trueshard.parallel.collectives import gather, own_part, scatter_sum
 from trueshard.parallel.forward_trial import last_norm
 from trueshard.parallel.tp_styles import REPLICATE, STYLES
 from trueshard.plans import Plan
@@ -41,10 +45,32 @@ class Pass:
 
     total: int = 0
     """Tokens of the sequences that the blocks are given; a recomputation in backward has those of its forward."""
+    split: bool | None = None
+    """Blocks hold parts. None outside of passes and their backward: blocks that are called by themselves."""
     in_parts: bool = False
     """True while the next block is given this rank's part: from the first block to the last, or to the norm."""
     asked: bool = False
     """Hidden states between blocks are whole, since the model returns them."""
+
+    def holds_parts(self) -> bool:
+        """True where the blocks hold parts of sequences."""
+        return torch.is_grad_enabled() if self.split is None else self.split
+
+    def forget(self) -> None:
+        """End a backward."""
+        self.split, self.asked = None, False
+
+    def follow_backward(self, output: Any) -> None:
+        """Let backward see this pass, whose output is given, as its forward did."""
+        total, split, asked = self.total, self.split, self.asked
+
+        def restore(_: Any) -> None:
+            self.total, self.split, self.asked = total, split, asked
+            _torch.at_end_of_backward(self.forget)
+
+        for tensor in _torch.tensors_in(output):
+            if tensor.requires_grad:
+                _torch.call_with_gradient(tensor, restore)
 
 
 @dataclass(frozen=True)
@@ -143,12 +169,14 @@ def split_children(modules: Mapping[str, nn.Module], parts: Parts, group: dist.P
         for name in block.scattered:
             _around(
                 modules[name],
+                parts.state,
                 functools.partial(_gathered, state=parts.state, group=group, sums=True),
                 functools.partial(_scattered, group=group),
             )
         for name in block.whole:
             _around(
                 modules[name],
+                parts.state,
                 functools.partial(_gathered, state=parts.state, group=group, sums=False),
                 functools.partial(_kept, group=group),
             )
@@ -164,16 +192,21 @@ def split_ends(modules: Mapping[str, nn.Module], parts: Parts, group: dist.Proce
     for name in ends:
         _around(
             modules[name],
+            state,
             functools.partial(_begun, state=state, group=group, first=name == ends[0]),
             functools.partial(_ended, state=state, group=group, last=name == last),
         )
     if parts.norm is not None:
         _around(
             modules[last],
+            state,
             functools.partial(_begun_anew, state=state, group=group),
             functools.partial(_ended, state=state, group=group),
         )
-    _follow_passes(modules[ends[0].rpartition(".")[0].rpartition(".")[0]], state, parts.norm)
+    holder = ends[0].rpartition(".")[0].rpartition(".")[0]
+    while holder and not has_forward(modules[holder]):  # a ModuleDict around the list
+        holder = holder.rpartition(".")[0]
+    _follow_passes(modules[holder], state, parts.norm)
 
 
 def _begun(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:
@@ -218,22 +251,20 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
     return forward if forward is not None else lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
 
 
-def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None) -> None:
+def _around(module: nn.Module, state: Pass, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
     """Change the hidden states that a module is given, and those that it returns."""
     inner = _forward_of(module)
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not is_split():
+        if not state.holds_parts():
             return inner(*args, **kwargs)
-        if enter is not None and args:
+        if args:
             args = (enter(args[0]), *args[1:])
-        elif enter is not None:
+        else:
             name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
             kwargs[name] = enter(kwargs[name])
         output = inner(*args, **kwargs)
-        if leave is None:
-            return output
         return (leave(output[0]), *output[1:]) if isinstance(output, tuple) else leave(output)
 
     module.__dict__["forward"] = forward
@@ -241,8 +272,6 @@ def _around(module: nn.Module, enter: Callable[..., Any] | None, leave: Callable
 
 def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
     """Note whether the module that holds the blocks is asked for what lies between them."""
-    if type(holder).forward is nn.Module.forward:
-        return
     inner = _forward_of(holder)
     parameters = list(inspect.signature(holder.forward).parameters)
 
@@ -250,7 +279,8 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         argument = (dict(zip(parameters, args, strict=False)) | kwargs).get(ASKED)
         asked = getattr(getattr(holder, "config", None), ASKED, False) if argument is None else argument
-        before, state.in_parts, state.asked = (state.in_parts, state.asked), False, bool(asked)
+        before = state.split, state.in_parts, state.asked
+        state.split, state.in_parts, state.asked = torch.is_grad_enabled(), False, bool(asked)
         try:
             output = inner(*args, **kwargs)
             # A forward that goes another way than it was tried: its output would be a part, in silence.
@@ -259,9 +289,11 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
                     f"tensor: {type(holder).__name__} did not call {norm!r} behind its blocks in this pass, as it did "
                     "when it was tried, and returns a part of the sequence: leave out sequence"
                 )
+            if not torch.compiler.is_compiling():  # a compiler traces the recomputation along with the forward
+                state.follow_backward(output)
             return output
         finally:
-            state.in_parts, state.asked = before
+            state.split, state.in_parts, state.asked = before
 
     holder.__dict__["forward"] = forward
 

@@ -298,7 +298,8 @@ def share_modules(
         if name in styles:
             if (prepare := STYLES[styles[name]].prepare) is not None:
                 prepare(root, module)
-            share_forward(module, styles[name], group, last_input, in_block=parts is not None and parts.scatters(name))
+            defers = {"defers": parts.state.holds_parts} if parts is not None and parts.scatters(name) else {}
+            share_forward(module, styles[name], group, last_input, **defers)
     if parts is not None:
         split_children(modules, parts, group)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.model.regions import rows_of
-from trueshard.parallel.collectives import LastInput, gather, is_split, own_part, sum_gradients, sum_parts
+from trueshard.parallel.collectives import LastInput, gather, own_part, sum_gradients, sum_parts
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _KEY, _SHARED, _LAST = "_trueshard_sums", "_trueshard_shared_head", "_trueshard_last_input"
@@ -186,7 +186,12 @@ def compute_with_parts(module: nn.Module, sums: set[str], group: dist.ProcessGro
 
 
 def share_forward(
-    module: nn.Module, word: str, group: dist.ProcessGroup, last_input: LastInput, *, in_block: bool = False
+    module: nn.Module,
+    word: str,
+    group: dist.ProcessGroup,
+    last_input: LastInput,
+    *,
+    defers: Callable[[], bool] = lambda: False,
 ) -> None:
     """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
 
@@ -195,7 +200,7 @@ def share_forward(
         word: its style.
         group: ranks of the tensor axis.
         last_input: the model's, so that queries, keys and values sum the gradient of their input once.
-        in_block: of a block that holds parts of sequences, whose own children communicate.
+        defers: () → True while the module is in a block that holds parts of sequences, whose own children communicate.
     """
     module.__dict__[_LAST] = last_input
     style, inner = STYLES[word], module.forward
@@ -208,7 +213,7 @@ def share_forward(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        joins = not (in_block and is_split())
+        joins = not defers()
         if style.enter is not None and (joins or style.local):
             args, kwargs = _on_first(functools.partial(style.enter, module), args, kwargs, group)
         if style.weights_outputs and joins:
