@@ -17,8 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import trueshard
+from cases import raises_on_ranks
 from gathering import gradients, parameters, whole
+from messages import naming
 from parity import Ranks
+from resting import all_but
 from stepping import accumulate
 from tensor_models import SIZES, distance, far_apart, in_float64
 
@@ -209,3 +212,79 @@ def test_every_pair_of_choices_trains_as_one_process(number: int, ranks4: Ranks)
     bound = 1e-12 if case["optimizer"] == "AdamW" else 1e-9
     for found in ranks4.run(case_on_ranks, case, timeout=120):
         assert far_apart(found, bound) == {}, case
+
+
+# The reduce dtype
+
+
+class Between(nn.Module):
+    """What is between two matrices is computed on a rank's own part, by a parameter that every rank has whole."""
+
+    def __init__(self, shape: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.scale = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False), nn.Module()
+        self.scale.weight, self.scale.forward = nn.Parameter(torch.ones(shape)), self.scaled  # type: ignore[assignment]
+
+    def scaled(self, x: torch.Tensor) -> Any:
+        return x * self.scale.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.scale(self.up(x)))
+        return hidden
+
+
+BETWEEN = {"up": "colwise", "scale": "replicated_with_grad_allreduce", "down": "rowwise"}
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+SUMMED: dict[str, tuple[dict[str, Any], str]] = {
+    "shard": ({}, "model.norm.weight"),
+    "replicate": ({"mesh": ("replicate", "shard")}, "model.norm.weight"),
+    "context": ({"context": 2}, "model.norm.weight"),
+    "sequence": ({"tensor": {"ranks": 2, "sequence": True}}, "model.norm.weight"),
+    "experts": ({"experts": 2}, EXPERTS),
+    "tensor": ({"tensor": {"ranks": 4, **BETWEEN}}, "scale.weight"),
+}
+
+
+def parts_of_a_sum(rank: int, world_size: int, axis: str) -> list[torch.Tensor]:
+    """The gradient to which all ranks contribute, and those to which one half of them contributes nothing."""
+    from trueshard.sharding.engine import sharded
+
+    words, name = SUMMED[axis]
+    if "mesh" in words:
+        words = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=words["mesh"])}
+    model: Any = Between() if axis == "tensor" else build().float()
+    trueshard.shard(model, mixed_precision="bf16", **words)
+    found = []
+    for halves in ([1.0, 1.0], [1.0, 0.0], [0.0, 1.0]):
+        model.zero_grad()
+        if axis == "tensor":
+            with torch.no_grad():
+                model.down.weight.copy_(Between().down.weight * torch.tensor(halves).repeat_interleave(4))
+            model(torch.linspace(-1, 1, 6).view(1, 6)).sum().backward()
+        else:
+            reader, readers = sharded(model).axes.reader
+            ids = torch.arange(readers * 12).view(readers, 12) * 7 % 66
+            part = trueshard.split_sequence(model, {"input_ids": ids[reader : reader + 1]})
+            logits = model(**part, use_cache=False).logits
+            first = int(part["position_ids"][0, 0]) if axis == "context" else 0
+            by_token = torch.tensor(halves).repeat_interleave(6)[first : first + logits.shape[1]]
+            by_rank = torch.tensor(halves).repeat_interleave(readers // 2)[reader]
+            weights = by_token if axis in ("context", "sequence") else by_rank
+            (logits.sigmoid() * weights.view(-1, 1)).sum().backward()
+        found.append(whole(dict(model.named_parameters())[name].grad))
+    return found
+
+
+@pytest.mark.parametrize("axis", all_but(["sequence", "tensor"], SUMMED))
+def test_gradients_are_summed_in_the_reduce_dtype_on_every_axis(axis: str, ranks4: Ranks) -> None:
+    """In bfloat16 a sum would be off by a thousandth."""
+    for total, one, other in ranks4.run(parts_of_a_sum, axis):
+        assert total.dtype == torch.float32
+        assert min(float(each.abs().max()) for each in (one, other)) > 0
+        assert float((total - (one + other)).abs().max() / one.abs().max()) < 1e-6
+
+
+@raises_on_ranks(2, naming("tensor", "scale.weight", "0-dim", "shape [1]"))
+def test_a_sum_over_ranks_of_a_scalar_is_refused(rank: int, world_size: int) -> None:
+    trueshard.shard(Between(()), tensor={"ranks": 2, **BETWEEN})

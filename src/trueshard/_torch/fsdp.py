@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
@@ -300,6 +301,9 @@ def follow_accumulation(root: nn.Module) -> None:
 
     A backward that does not reduce leaves gradients in the reduce dtype. There, torch also asks a unit that was never
     gathered. And it refuses what the last microbatch uses first: that gradient has the compute dtype.
+
+    Gradients that are parts of a sum over another axis (``Partial``) torch would add up in the compute dtype. In the
+    reduce dtype, as those of microbatches, they are added up in it.
     """
     for _, group in _groups_below(root):
         group.post_backward = functools.partial(_reduce_in_one_dtype, group, group.post_backward)
@@ -308,7 +312,7 @@ def follow_accumulation(root: nn.Module) -> None:
 def _reduce_in_one_dtype(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     parameters = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
     waiting = [p for p in parameters if getattr(p, "unsharded_accumulated_grad", None) is None]
-    if group.reduce_grads and len(waiting) < len(parameters):
+    if group.reduce_grads and (len(waiting) < len(parameters) or any(map(_is_part_of_sum, waiting))):
         for parameter in waiting:
             gathered = parameter._unsharded_param
             if getattr(group, "reduce_scatter_unused_params", False) and gathered.requires_grad:
@@ -326,6 +330,11 @@ def reduce_at_end(module: ShardedModule) -> None:
     """
     for group in _groups(module):
         group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+
+
+def _is_part_of_sum(parameter: Any) -> bool:
+    grad = parameter._unsharded_param.grad
+    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
 
 
 def reduce_unused(module: ShardedModule) -> None:
