@@ -288,3 +288,62 @@ def test_gradients_are_summed_in_the_reduce_dtype_on_every_axis(axis: str, ranks
 @raises_on_ranks(2, naming("tensor", "scale.weight", "0-dim", "shape [1]"))
 def test_a_sum_over_ranks_of_a_scalar_is_refused(rank: int, world_size: int) -> None:
     trueshard.shard(Between(()), tensor={"ranks": 2, **BETWEEN})
+
+
+# Gradients of gradients
+
+
+TWICE: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": {"ranks": 2, "sequence": True}, "activation_checkpointing": "full"},
+    "context": {"context": 2},
+    "experts": {"experts": 2},
+    "all": {"tensor": {"ranks": 2, "sequence": True}, "context": 2, "experts": 2},
+}
+
+
+@in_float64()
+def differentiated_twice(rank: int, world_size: int, axis: str) -> dict[str, float]:
+    """A penalty on the gradient of the embeddings: that gradient, and those of the parameters."""
+    from trueshard.sharding.engine import sharded
+
+    def penalised(model: Any, given: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        embedded = torch.sin(ids.unsqueeze(-1) * torch.arange(1, 33, dtype=torch.float64)).requires_grad_()
+        outputs = model(inputs_embeds=embedded, use_cache=False, **given).logits.square().sum()
+        (slope,) = torch.autograd.grad(outputs, embedded, create_graph=True)
+        (outputs + slope.square().sum()).backward()
+        return slope.detach()
+
+    plain, model = build(), build()
+    for each in (plain, model):
+        each.set_attn_implementation("eager")
+    trueshard.shard(model, **TWICE[axis])
+    axes = sharded(model).axes
+    reader, readers = axes.reader
+    ids = torch.arange(2 * 7).view(2, 7)
+    part = trueshard.split_sequence(model, {"input_ids": ids[reader % 2 :][: 2 // readers or 1]})
+    own = part.pop("input_ids")
+    found, expected = penalised(model, part, own), penalised(plain, {}, ids)
+    where = (ids.view(1, -1) == own.view(-1, 1)).nonzero()[:, 1]
+    times = axes.data.size() * (1 if readers < 3 else 2 / readers)
+    return {
+        "slope": distance({"": found.flatten(0, 1)}, {"": expected.flatten(0, 1)[where]}),
+        "gradients": distance({n: g * times for n, g in gradients(model).items()}, gradients(plain)),
+    }
+
+
+@pytest.mark.parametrize("axis", all_but(["sequence", "context"], TWICE))
+def test_gradients_of_gradients_are_those_of_one_process(axis: str, ranks4: Ranks) -> None:
+    for found in ranks4.run(differentiated_twice, axis):
+        assert far_apart(found, 1e-11) == {}
+
+
+@raises_on_ranks(3, naming("context", "create_graph=True", "divides the heads"))
+def test_attention_that_goes_round_is_not_differentiated_twice(rank: int, world_size: int) -> None:
+    model = build()
+    trueshard.shard(model, context=world_size)
+    part = trueshard.split_sequence(model, {"input_ids": torch.arange(6).view(1, 6)})
+    embedded = torch.rand(1, 2, 32, dtype=torch.float64, requires_grad=True)
+    part.pop("input_ids")
+    outputs = model(inputs_embeds=embedded, use_cache=False, **part).logits.sum()
+    torch.autograd.grad(outputs, embedded, create_graph=True)

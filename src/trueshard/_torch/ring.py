@@ -77,6 +77,11 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Any) -> Any:
         from torch.distributed.tensor.experimental._context_parallel import _attention
 
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "context: attention in which keys and values go round cannot be differentiated twice "
+                "(create_graph=True): choose a context that divides the heads of attention"
+            )
         query, key, value, out, sums, *tensors = ctx.saved_tensors
         left = iter(tensors)
         rest = [next(left) if value is None else value for value in ctx.rest]

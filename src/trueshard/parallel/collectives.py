@@ -2,6 +2,9 @@
 
 ``total``: the size over all ranks of the dimension that they share, of which each has its part: by torch.chunk's rule,
 or in ``exchange`` by that of ``part_of``, which leaves no rank without.
+
+The backward of each is another of them, so gradients can be differentiated themselves (``create_graph=True``): where a
+tensor is the same on every rank, so is its gradient, of whatever order.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from trueshard.model.regions import rows_of
 
@@ -54,7 +56,7 @@ def sum_gradients(x: torch.Tensor, group: Group, last: LastInput | None = None) 
 
 def sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of ``x`` over ranks, the same on every rank; each rank's gradient is that of the sum."""
-    return _SumParts.apply(x, group)
+    return _SumParts.apply(x, group) if torch.is_grad_enabled() else _summed(x, group)
 
 
 def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = False) -> torch.Tensor:
@@ -63,17 +65,17 @@ def gather(x: torch.Tensor, dim: int, total: int, group: Group, *, sums: bool = 
     ``sums``: ranks compute different things from it, so the gradient of a part is the sum of what they have; else each
     has all of the gradient.
     """
-    return _Gather.apply(x, dim, total, group, sums)
+    return _Gather.apply(x, dim, total, group, sums) if torch.is_grad_enabled() else _gathered(x, dim, total, group)
 
 
 def own_part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of ``x``, the same on every rank; the gradient is gathered."""
-    return _Part.apply(x, dim, group, False)
+    return _Part.apply(x, dim, group, False) if torch.is_grad_enabled() else _own(x, dim, group)
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum of ``x`` over ranks."""
-    return _Part.apply(x, dim, group, True)
+    return _Part.apply(x, dim, group, True) if torch.is_grad_enabled() else _scattered(x, dim, group)
 
 
 def part_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -113,21 +115,21 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.last is not None:
             ctx.last.forget()
-        return _summed(grad, ctx.group), None, None
+        return sum_parts(grad, ctx.group), None, None
 
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         return _summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+        return sum_gradients(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -137,22 +139,20 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, dim, total, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        cut = _scattered if ctx.sums else _own
+        cut = scatter_sum if ctx.sums else own_part
         return cut(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: Group, sums: bool) -> torch.Tensor:
-        ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
+        ctx.dim, ctx.total, ctx.group, ctx.sums = dim, x.shape[dim], group, sums
         return (_scattered if sums else _own)(x, dim, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gathered(grad, ctx.dim, ctx.total, ctx.group), None, None, None
+        return gather(grad, ctx.dim, ctx.total, ctx.group, sums=ctx.sums), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -162,9 +162,8 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(x, cut, join, total, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _exchanged(grad, ctx.join, ctx.cut, ctx.total, ctx.group), None, None, None, None
+        return exchange(grad, ctx.join, ctx.cut, ctx.total, ctx.group), None, None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):

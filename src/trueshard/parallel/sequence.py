@@ -56,6 +56,15 @@ class Pass:
         """True where the blocks hold parts of sequences."""
         return torch.is_grad_enabled() if self.split is None else self.split
 
+    @contextlib.contextmanager
+    def of_length(self, total: int) -> Iterator[None]:
+        """Inside, blocks that are computed again see sequences of this length."""
+        before, self.total = self.total, total
+        try:
+            yield
+        finally:
+            self.total = before
+
     def forget(self) -> None:
         """End a backward."""
         self.split, self.asked = None, False
@@ -296,19 +305,3 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
             state.split, state.in_parts, state.asked = before
 
     holder.__dict__["forward"] = forward
-
-
-def recomputing(state: Pass, contexts: Callable[[], Any] | None = None) -> Any:
-    """Return the contexts of a forward and of its recomputation, which sees sequences of the same length."""
-    forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-    return forward, _of_length(state, state.total, again)
-
-
-@contextlib.contextmanager
-def _of_length(state: Pass, total: int, inner: Any) -> Iterator[None]:
-    before, state.total = state.total, total
-    try:
-        with inner:
-            yield
-    finally:
-        state.total = before

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trueshard import _torch
-from trueshard.parallel.sequence import Parts, recomputing
+from trueshard.parallel.sequence import Parts, Pass
 
 _aten = torch.ops.aten
 _ATTENTION = (
@@ -60,8 +60,7 @@ def _checkpointed(module: nn.Module, mode: str, shared: bool, parts: Parts | Non
     """Return (function, *args) → its outputs, recomputed in backward."""
     contexts = _selective_contexts if mode == "selective" else None
     compiled = _checkpoint_in(contexts or (_traced_contexts if shared else None))
-    inner = contexts if parts is None else functools.partial(recomputing, parts.state, contexts)
-    eager = _checkpoint_in(functools.partial(_writing_once, module, inner))
+    eager = _checkpoint_in(functools.partial(_writing_once, module, contexts, parts.state if parts else Pass()))
 
     def function(*args: Any) -> Any:
         # A compiler traces the recomputation along with the forward: at the same length, and in no context of ours.
@@ -70,12 +69,27 @@ def _checkpointed(module: nn.Module, mode: str, shared: bool, parts: Parts | Non
     return function
 
 
-def _writing_once(module: nn.Module, contexts: Callable[[], Any] | None) -> tuple[Any, Any]:
+class _Anew(contextlib.AbstractContextManager[None]):
+    """Enters a context that is made each time: a gradient of a gradient recomputes again."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._made = self._make()
+        self._made.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._made.__exit__(*exception)
+
+
+def _writing_once(module: nn.Module, contexts: Callable[[], Any] | None, state: Pass) -> tuple[Any, Any]:
     """Return the contexts of a forward of ``module`` and of its recomputation, inside which are those of ``contexts``.
 
     Values are copied by ``data``, whose version is its own: the recomputed graph may hold the buffers.
     """
     forward, recomputation = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+    total = state.total
     before = _buffers(module)  # kernels of batch norm bump no version that would tell what changes
 
     @contextlib.contextmanager
@@ -83,12 +97,12 @@ def _writing_once(module: nn.Module, contexts: Callable[[], Any] | None) -> tupl
         now = _buffers(module)
         _write(before)
         try:
-            with _same_attributes(module), recomputation:
+            with _same_attributes(module), state.of_length(total), recomputation:
                 yield
         finally:
             _write(now)
 
-    return forward, recompute()
+    return forward, _Anew(recompute)
 
 
 def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
