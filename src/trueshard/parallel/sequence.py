@@ -213,9 +213,10 @@ def split_ends(modules: Mapping[str, nn.Module], parts: Parts, group: dist.Proce
             functools.partial(_ended, state=state, group=group),
         )
     holder = ends[0].rpartition(".")[0].rpartition(".")[0]
-    while holder and not has_forward(modules[holder]):  # a ModuleDict around the list
+    while holder and holder in modules and not has_forward(modules[holder]):  # a ModuleDict around the list
         holder = holder.rpartition(".")[0]
-    _follow_passes(modules[holder], state, parts.norm)
+    if holder in modules and has_forward(modules[holder]):  # not where one block is tried
+        _follow_passes(modules[holder], state, parts.norm)
 
 
 def _begun(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, first: bool = True) -> torch.Tensor:

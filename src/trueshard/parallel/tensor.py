@@ -152,7 +152,7 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
     for name, word in styles.items():
         if name in index.modules:
             _refuse_module(name, index.modules[name], word, ranks)
-    replicated = {parameter.name: parameter.why for parameter in plan.replicated}
+    replicated = {parameter.name for parameter in plan.replicated}
     for held in index.parameters:
         placements = [placement_of(held, i, styles) for i in range(len(held.places))]
         dims = {getattr(placement, "dim", None) for placement in placements}
@@ -162,11 +162,6 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
             )
         dim = dims.pop()
         if dim is None:
-            if held.name in replicated and any(_style_of(name, styles).sums for name in held.names):
-                raise ValueError(
-                    f"tensor: {held.name!r} is whole on every rank ({replicated[held.name]}), where gradients of ranks "
-                    "that share matrices are not summed: give a scalar the shape [1], and a module one dtype"
-                )
             continue
         if held.name in replicated or not held.tensor.is_floating_point():
             raise ValueError(

@@ -193,6 +193,7 @@ class _Trial:
         parts = None
         if self.parts is not None and name:
             parts = Parts(tuple(block for block in self.parts.blocks if block.name == name), None)
+            parts.state.split = True  # as in a pass with gradients, also for a block that runs without
         return Comparison(name, template, self.index.root, self.styles, self.plan.tensor, parts)
 
 
