@@ -154,7 +154,7 @@ def test_what_is_read_from_another_block_is_a_unit_too(
 
 
 @pytest.mark.parametrize("reads", ["blocks.0.norm", "blocks.1.up"])
-@raises_on_ranks(2, naming("is read where its unit is not gathered", "units=['Block', 'blocks."))
+@raises_on_ranks(2, naming("its unit is not gathered here", "units=['Block', 'blocks."))
 def test_what_is_read_from_another_block_is_named(rank: int, world_size: int, reads: str) -> None:
     model, _ = prepared(world_size, Reaching)
     model.reads = reads

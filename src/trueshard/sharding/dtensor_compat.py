@@ -187,8 +187,9 @@ def explain_mixed(value: DTensor) -> str:
                 blocks = (unit.modules[0] for unit in runtime.plan.units if unit.kind == "block")
                 classes = sorted({_torch.own_class(modules[block]).__name__ for block in blocks})
                 return (
-                    f"{name!r} is read where its unit is not gathered, outside the unit's forward. Make its module a "
-                    f"unit, too, which is gathered wherever it is read: units={[*classes, owner]}"
+                    f"{name!r} is sharded, and its unit is not gathered here. In a pass, make the module that holds it "
+                    f"a unit, too, which is gathered wherever it is read: units={[*classes, owner]}; outside of one, "
+                    "take full_tensor() on every rank"
                 )
     return "a sharded tensor meets a plain one: call full_tensor() on it, on every rank"
 
