@@ -188,6 +188,10 @@ def _frozen_below(model: Any) -> None:
     layer.__class__ = type("Frozen", (type(layer),), {"forward": torch.no_grad()(type(layer).forward)})
 
 
+def _wrapped_below(model: Any) -> None:
+    model.model.layers[0].forward = torch.no_grad()(model.model.layers[0].forward)
+
+
 def without_gradients(rank: int, world_size: int, change: Callable[[Any], None], later: bool, lengths: Any) -> float:
     """Passes of several lengths, then their backwards in turn; a pass that splits nothing lies between."""
     with in_float64():
@@ -215,12 +219,13 @@ def without_gradients(rank: int, world_size: int, change: Callable[[Any], None],
         pytest.param(2, _reentrant, True, marks=REST),
         pytest.param(3, _recomputing, True, marks=REST),
         (2, _frozen_below, False),
+        (2, _wrapped_below, False),
     ],
 )
 def test_blocks_without_gradients_train_the_same(
     count: int, change: Callable[[Any], None], later: bool, ranks2: Ranks, ranks3: Ranks
 ) -> None:
-    lengths = (11, 8) if change is not _frozen_below else (11,)
+    lengths = (11,) if change in (_frozen_below, _wrapped_below) else (11, 8)
     for far in (ranks2 if count == 2 else ranks3).run(without_gradients, change, later, lengths):
         assert far < EXACT
 

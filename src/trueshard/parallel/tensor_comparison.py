@@ -68,6 +68,10 @@ class Comparison:
         elements = sum(parameter.numel() for parameter in self.module.parameters())
         if elements > _MOST:
             raise NotTried(f"it has {elements:,} parameters, and a trial takes {_MOST:,}")
+        for name, module in names.named_modules(self.module):
+            forward = module.__dict__.get("forward")
+            if forward is not None and getattr(forward, "__self__", None) is not module:  # it would call the original's
+                raise NotTried(f"the forward of {self._full(name)!r} was replaced")
         with torch.random.fork_rng(devices=[]):
             for dtype in (torch.float64, torch.float32) if elements < LARGE << 6 else (torch.float32,):
                 try:
