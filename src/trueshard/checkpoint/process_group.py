@@ -18,7 +18,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 from trueshard.distributed import device_of
-from trueshard.model.regions import common, extent, has_one_run, inside, put, region_of, rows_here, take
+from trueshard.model.regions import (
+    common,
+    extent,
+    has_one_run,
+    inside,
+    put,
+    region_of,
+    replicated_dims,
+    rows_here,
+    take,
+)
 from trueshard.optim.owners import Holders
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -181,8 +191,7 @@ def own_part(tensor: DTensor, number: int, nbytes: int | None = None) -> tuple[i
 def has_turn(tensor: DTensor, number: int) -> bool:
     """True if, of the ranks that hold the same part, this one handles tensor ``number``: they take turns."""
     mesh = tensor.device_mesh
-    replicated = (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
-    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated)
+    return all(mesh.get_local_rank(dim) == number % mesh.size(dim) for dim in replicated_dims(tensor))
 
 
 def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
@@ -195,9 +204,7 @@ def groups_of_replicas(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
     mesh = tensor.device_mesh
     if _torch.local(tensor).device.type != mesh.device_type:
         return []
-    placements = enumerate(tensor.placements)
-    dims = (dim for dim, placement in placements if placement.is_replicate() and mesh.size(dim) > 1)
-    return [mesh.get_group(dim) for dim in dims]
+    return [mesh.get_group(dim) for dim in replicated_dims(tensor) if mesh.size(dim) > 1]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -191,6 +191,11 @@ def has_one_run(tensor: torch.Tensor) -> bool:
     return not any(_is_packed(placements, at, sizes, tensor.ndim) for at in cuts)
 
 
+def replicated_dims(tensor: DTensor) -> list[int]:
+    """Return the dimensions of the mesh along which ranks hold the same part."""
+    return [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+
+
 def copy_here(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy this rank's part of ``whole``, the same on every rank and of the shape of ``target``."""
+    """Copy this rank's part of ``full``, the same on every rank and of the shape of ``target``."""
     _torch.local(target).copy_(take(full, region_of(target)))

@@ -65,6 +65,23 @@ def copy_tree(
     return copied
 
 
+def random_copy(
+    module: nn.Module,
+    noise: torch.Generator,
+    *,
+    replaced: Mapping[int, Any] | None = None,
+    finish: Callable[[nn.Module, nn.Module], None] = lambda original, copied: None,
+) -> nn.Module:
+    """Return a copy of a module with its own buffers, and random weights in float32 that take no gradients."""
+    return copy_tree(
+        module,
+        lambda parameter: nn.Parameter(random_values(parameter, noise), requires_grad=False),
+        lambda buffer: real_values(buffer, noise),
+        replaced=replaced,
+        finish=finish,
+    )
+
+
 def real_values(buffer: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     """Return a buffer on the CPU, in float32 where it has floats; of one without memory random numbers."""
     if type(buffer) is not torch.Tensor or buffer.is_meta:  # a fake tensor has a class of its own

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.forward_trial import list_of, run_holder
-from trueshard.parallel.module_copies import LARGE, copy_tree, kind_of, random_values, real_values
+from trueshard.parallel.module_copies import LARGE, kind_of, random_copy
 
 LENGTH = 11
 """Tokens of the sequence on which a block is tried: a prime, by which the dimension of positions is recognised."""
@@ -121,13 +121,7 @@ class _Trial:
             if calls is not None and id(original) in self.attention:
                 copied.__dict__[CALLS] = calls.setdefault(self.module_names[id(original)], [])
 
-        return copy_tree(
-            module,
-            lambda p: nn.Parameter(random_values(p, self.noise), requires_grad=False),
-            lambda b: real_values(b, self.noise),
-            replaced=self.configs,
-            finish=finish,
-        )
+        return random_copy(module, self.noise, replaced=self.configs, finish=finish)
 
     def _compare(self, readings: list[list[Reading]], arguments: list[dict[str, list[Any]]]) -> str | None:
         """Return what gave something else for a token that did not change, innermost and first."""

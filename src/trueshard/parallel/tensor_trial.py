@@ -12,6 +12,7 @@ of the model with its blocks left out (``tensor_comparison``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from trueshard import _torch, distributed
 from trueshard.model import names
 from trueshard.model.names import Index
 from trueshard.parallel.forward_trial import run_holder
-from trueshard.parallel.module_copies import copy_tree, kind_of, random_values, real_values
+from trueshard.parallel.module_copies import copy_tree, kind_of, random_copy
 from trueshard.parallel.sequence import Parts, parts_of
 from trueshard.parallel.tensor import arrived_on, by_name
 from trueshard.parallel.tensor_comparison import SUMMED, Comparison, NotTried
@@ -119,23 +120,18 @@ class _Trial:
                 left.remove(alike)
                 return
 
+        copied = functools.partial(random_copy, noise=self.noise)
         for list_name in dict.fromkeys(name.rpartition(".")[0] for alike in left for name in alike):
             above, _, attribute = list_name.rpartition(".")
             if isinstance(self.index.modules.get(list_name), nn.ModuleList):
                 try:
                     with torch.no_grad():
-                        run_holder(self.index.modules[above], attribute, LENGTH, visit=visit, replace=self._random_copy)
+                        run_holder(self.index.modules[above], attribute, LENGTH, visit=visit, replace=copied)
                 except RuntimeError:
                     pass  # blocks are tried on a guess
             if errors:
                 raise errors[0]
         return left
-
-    def _random_copy(self, module: nn.Module) -> nn.Module:
-        def parameter(original: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(random_values(original, self.noise), requires_grad=False)
-
-        return copy_tree(module, parameter, lambda buffer: real_values(buffer, self.noise))
 
     def _try_guesses(self, name: str, ways: tuple[str, ...], alike: list[str]) -> ValueError | None:
         """Try a module on guessed inputs, or leave it for the first pass; return what differs.

@@ -29,6 +29,7 @@ from trueshard.axes import AXES
 from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.errors import ReplicasDiffer
 from trueshard.model import names
+from trueshard.model.regions import replicated_dims
 from trueshard.optim.seeded_random import DRAWS
 from trueshard.optim.ties import Tie
 from trueshard.sharding.hooks import Runtime
@@ -104,8 +105,8 @@ class Watch:
         for _, hashes_there in ties:
             differs[0] |= (hashes_there != hashes_there[0]).any().int()
         hashes = [torch.stack([_hash(item.tensor, device) for item in common.items]) for common in everything]
-        for common, each in zip(everything, hashes, strict=True):
-            weighted = each * _weights(len(each), device)
+        for common, of_items in zip(everything, hashes, strict=True):
+            weighted = of_items * _weights(len(of_items), device)
             place = torch.tensor([KINDS.index(item.kind) for item in common.items]).to(device, non_blocking=True)
             sums = torch.zeros(len(KINDS), dtype=torch.int64, device=device).index_add_(0, place, weighted)
             both = torch.cat([sums, ~sums])
@@ -114,10 +115,10 @@ class Watch:
             differs |= (largest != ~complement).int()
         if not any(all_reduce(differs, self._runtime.axes.all, dist.ReduceOp.MAX).tolist()):
             return
-        found = [one for tie, hashes_there in ties for one in _differences_of_tie(tie, hashes_there)]
-        for common, each in zip(everything, hashes, strict=True):
-            found += _differences(common, each)
-        everywhere = set().union(*gather_objects(found, self._runtime.axes.all))
+        here = [difference for tie, hashes_there in ties for difference in _differences_of_tie(tie, hashes_there)]
+        for common, of_items in zip(everything, hashes, strict=True):
+            here += _differences(common, of_items)
+        everywhere = set().union(*gather_objects(here, self._runtime.axes.all))
         self._tell(sorted(everywhere, key=lambda one: (-one.distance, one.name, one.axis)), step)
 
     def _in_common(self, optimizer: torch.optim.Optimizer) -> list[_Common]:
@@ -204,8 +205,7 @@ def _groups(parameter: Any) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that hold the same shard of a parameter, one for each such dimension of its mesh."""
     if not isinstance(parameter, DTensor):
         return []
-    mesh = parameter.device_mesh
-    return [mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    return [parameter.device_mesh.get_group(dim) for dim in replicated_dims(parameter)]
 
 
 def _tensor_group(axes: Any) -> list[dist.ProcessGroup]:
@@ -254,11 +254,11 @@ def _differences(common: _Common, hashes: torch.Tensor) -> list[_Difference]:
     for number in (table != table[0]).any(0).nonzero().flatten().tolist():
         item, column = common.items[number], table[:, number].tolist()
         usual = max(column, key=column.count)
-        apart = tuple(rank for rank, value in zip(ranks, column, strict=True) if value != usual)
-        if 2 * len(apart) >= len(ranks):  # no majority tells which are right
-            apart = tuple(ranks)
+        few = tuple(rank for rank, value in zip(ranks, column, strict=True) if value != usual)
+        if 2 * len(few) >= len(ranks):  # no majority tells which are right
+            few = tuple(ranks)
         distance = math.inf if 0 in column else _distance(item, common.group, hashes.device)
-        result.append(_Difference(item.kind, item.name, common.axis, apart, distance))
+        result.append(_Difference(item.kind, item.name, common.axis, few, distance))
     return result
 
 
@@ -279,8 +279,8 @@ def _distance(item: _Item, group: dist.ProcessGroup, device: torch.device) -> fl
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     size = torch.maximum(largest.abs(), smallest.abs()).max()
-    apart = float((largest - smallest).max() / size / torch.finfo(item.tensor.dtype).eps)
-    return math.inf if math.isnan(apart) else apart
+    distance = float((largest - smallest).max() / size / torch.finfo(item.tensor.dtype).eps)
+    return math.inf if math.isnan(distance) else distance
 
 
 def watch(runtime: Runtime, every: int) -> None:

@@ -65,7 +65,7 @@ def follows_from_batch(loss: Callable[[Any], float], parts: Sequence[Any], eps: 
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    others = [iter(list(tensors_of(part))) for part in parts[1:]]
+    others = [iter(tensors_of(part)) for part in parts[1:]]
 
     def join(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from trueshard.checkpoint.hashing import hash_here
 from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model.names import Index
+from trueshard.model.regions import replicated_dims
 from trueshard.optim.trial import leaves
 
 SHAKE = 8.0
@@ -216,9 +217,7 @@ def unequal_copies(model: nn.Module) -> tuple[int, list[str]]:
         if not isinstance(parameter, DTensor):
             continue
         mesh, content = parameter.device_mesh, hash_here(parameter)
-        copies = [
-            d for d, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(d) > 1
-        ]
+        copies = [dim for dim in replicated_dims(parameter) if mesh.size(dim) > 1]
         count += bool(copies)
         for dim in copies:
             hashes: list[Any] = [None] * mesh.size(dim)
