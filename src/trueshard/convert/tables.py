@@ -6,9 +6,9 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
   these differ.
 - One of `set` = our key; `always` = why it is so here anyway; `none` = why there is no equivalent; `command` = an
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
-- `why`: how, what differs, or what to do instead. `default`: theirs, if that decides something here. A text that starts
-  with "$" stands in `[texts]` of `shared.toml`.
-- With `set`: `read` = a reader's name, or `words` = a table from their values to ours (`true` alone: false sets
+- `why`: how, what differs, or what to do instead; left out: "the same". `default`: theirs, if that decides something
+  here. A text that starts with "$" stands in `[texts]` of `shared.toml`.
+- With `set`: `read` = a reader's name (left out: by the type of our key), or `words` = a table from their values to ours (`true` alone: false sets
   nothing), a name of `[words]` in `shared.toml`, or a list: `of` = theirs ("*": any other), `value` = ours (or `sets` =
   several of our keys), and the rest as in `Word`.
 - `off`: values that mean "not asked for". `unless`: values without equivalent.
@@ -24,16 +24,19 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trueshard.convert.engine import NOT_ASKED, Draft, Rule, Status, Word, plain
+from trueshard.convert.engine import NOT_ASKED, Draft, Rule, Status, Word, number, our_fields, plain, positive, text
 from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 NOTHING = (None, "", "none")
+READERS: dict[Any, Callable[[Any], Any]] = {float: number, int: positive, str: text}
+"""Readers of values that become a key of ours, by its type."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
 def _rule(row: Mapping[str, Any]) -> Rule:
     kind = next((kind for kind in ("function", "always", "none", "command", "part", "later") if kind in row), "set")
     becomes = {"always": "always so", "none": "no equivalent"}.get(kind) or row.get("becomes") or row[kind]
-    why = _text(row[kind] if kind in ("always", "none") else row["why"])
+    why = _text(row[kind] if kind in ("always", "none") else row.get("why", "the same"))
     verdicts: dict[str, tuple[Status, str, str]] = {
         "always": ("always", why, ""),
         "none": ("none", why, ""),
@@ -140,12 +143,19 @@ def _rule(row: Mapping[str, Any]) -> Rule:
         shown=tuple(_listed(row.get("shown", row["keys"]))),
         verdict=verdicts.get(kind),
         listed=listed,
-        read=_named(row["read"]) if "read" in row else None,
+        read=_named(row["read"]) if "read" in row else _reader(becomes) if kind == "set" and "words" not in row else None,
         words=dict(_words(row.get("words", ()), becomes)),
         when={key: tuple(values) for key, values in row.get("when", {}).items()},
         function=_named(function) if function else None,
         **more,
     )
+
+
+def _reader(ours: str) -> Callable[[Any], Any] | None:
+    annotation: Any = our_fields()[ours].annotation if ours in our_fields() else None
+    while arguments := typing.get_args(annotation):  # of a union, the type that comes first
+        annotation = arguments[0]
+    return READERS.get(annotation)
 
 
 def _words(listed: Any, becomes: str) -> Iterator[tuple[str, Word]]:
