@@ -12,12 +12,17 @@ HEAD = "| key | becomes | how, or why not |\n|---|---|---|"
 
 
 def markdown(source: Framework) -> str:
-    """Return a table with a row for each rule: its keys, what they become, and why."""
+    """Return a table with a row for each rule, section by section: its keys, what they become, and why."""
+    sections = list(dict.fromkeys(_section(rule) for rule in source.own))
     rows = [
         f"| {', '.join(f'`{key}`' for key in rule.shown)} | {_cell(rule.becomes)} | {_cell(_sentence(rule))} |"
-        for rule in source.own
+        for rule in sorted(source.own, key=lambda rule: sections.index(_section(rule)))
     ]
     return "\n".join([HEAD, *rows])
+
+
+def _section(rule: Rule) -> str:
+    return rule.shown[0].partition(".")[0]
 
 
 def fill(page: str) -> str:
