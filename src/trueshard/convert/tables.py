@@ -143,7 +143,7 @@ def _rule(row: Mapping[str, Any]) -> Rule:
         shown=tuple(_listed(row.get("shown", row["keys"]))),
         verdict=verdicts.get(kind),
         listed=listed,
-        read=_named(row["read"]) if "read" in row else _reader(becomes) if kind == "set" and "words" not in row else None,
+        read=_named(row["read"]) if "read" in row else None if "words" in row or kind != "set" else _reader(becomes),
         words=dict(_words(row.get("words", ()), becomes)),
         when={key: tuple(values) for key, values in row.get("when", {}).items()},
         function=_named(function) if function else None,
