@@ -8,9 +8,9 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
   option; `part` or `later` = our key that another of theirs decides too; `function` = a function's name, and `becomes`.
 - `why`: how, what differs, or what to do instead; left out: "the same". `default`: theirs, if that decides something
   here. A text that starts with "$" stands in `[texts]` of `shared.toml`.
-- With `set`: `read` = a reader's name (left out: by the type of our key), or `words` = a table from their values to ours (`true` alone: false sets
-  nothing), a name of `[words]` in `shared.toml`, or a list: `of` = theirs ("*": any other), `value` = ours (or `sets` =
-  several of our keys), and the rest as in `Word`.
+- With `set`: `read` = a reader's name (left out: by the type of our key), or `words` = a table from their values to
+  ours (`true` alone: false sets nothing), a name of `[words]` in `shared.toml`, or a list: `of` = theirs ("*": any
+  other), `value` = ours (or `sets` = several of our keys), and the rest as in `Word`.
 - `off`: values that mean "not asked for". `unless`: values without equivalent.
   `needs`, `when`, `otherwise`, `beside`, `last`: as in `Rule`.
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
