@@ -1,6 +1,8 @@
 """The frameworks that `trueshard convert` has rules for, read from the tables in `frameworks/`.
 
-Each framework is a table in `frameworks/`: what concerns it as a whole, then a `[[rule]]` a key, or several alike:
+Each framework is a table in `frameworks/`: what concerns it as a whole; then, of keys for which there is nothing to set,
+a line each: in `always` (keys, why it is so here anyway), and in `none` (keys, why there is no equivalent, values that
+mean "not asked for"). Every other key, or several alike, has a `[[rule]]`:
 
 - `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
   these differ.
@@ -16,7 +18,7 @@ Each framework is a table in `frameworks/`: what concerns it as a whole, then a 
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
 - `[[back]]`, with `ours` and perhaps `value`: what a choice of a plan is there, where no word of a rule says it: `keys`
   and their values, or `say`, what to change elsewhere. "{}" is the value, "{total}" the samples of a step of all ranks.
-- `include` = rules of `shared.toml` or of this file, their keys with a prefix (the first one is shown as `shown`),
+- `include` = such a table in `shared.toml` or in this file, its keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
 """
 
@@ -100,17 +102,20 @@ def _inherited(tree: Mapping[str, Any], own: Sequence[Rule]) -> Iterator[Rule]:
 
 
 def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rules of a table, with those it includes in their place."""
+    """Yield the rules of a table, with those it includes in their place, and its verdicts after them."""
     for row in tree["rule"]:
         if "include" not in row:
             yield {**row, "keys": _listed(row["keys"])}
             continue
-        for included in tree.get(row["include"]) or table("shared")[row["include"]]:
-            keys = _listed(included["keys"])
+        for included in _rows(tree.get(row["include"]) or table("shared")[row["include"]]):
+            keys = included["keys"]
             shown = [row["shown"] + key for key in keys] if "shown" in row else spelled(row, keys)[: len(keys)]
             when = {spelled(row, [key])[0]: values for key, values in included.get("when", {}).items()}
             more = {name: spelled(row, included.get(name, ())) for name in ("needs", "beside")}
             yield {**included, **more, "keys": spelled(row, keys), "when": when, "shown": shown}
+    for kind in ("always", "none"):
+        for keys, why, *off in tree.get(kind, ()):
+            yield {"keys": _listed(keys), kind: why, **({"off": off} if off else {})}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
