@@ -1,7 +1,7 @@
 """The frameworks that `trueshard convert` has rules for, read from the tables in `frameworks/`.
 
-Each framework is a table in `frameworks/`: what concerns it as a whole; then, of keys for which there is nothing to set,
-a line each: in `always` (keys, why it is so here anyway), and in `none` (keys, why there is no equivalent, values that
+Each framework is a table in `frameworks/`: what concerns it as a whole; then a line each for keys for which there is
+nothing to set: in `always` (keys, why it is so here anyway), in `none` (keys, why there is no equivalent, values that
 mean "not asked for"). Every other key, or several alike, has a `[[rule]]`:
 
 - `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
