@@ -1,8 +1,9 @@
 """The frameworks that `trueshard convert` has rules for, read from the tables in `frameworks/`.
 
-Each framework is a table in `frameworks/`: what concerns it as a whole; then a line each for keys for which there is
-nothing to set: in `always` (keys, why it is so here anyway), in `none` (keys, why there is no equivalent, values that
-mean "not asked for"). Every other key, or several alike, has a `[[rule]]`:
+Each framework is a table in `frameworks/`: what concerns it as a whole; then a line each for keys that set nothing by
+themselves, in `always` (keys, why it is so here anyway), `none` (keys, why there is no equivalent, values that mean
+"not asked for"), `command` (keys, option, why), `part` and `later` (keys, our key that another of theirs decides too,
+why, their default). Every other key, or several alike, has a `[[rule]]`:
 
 - `keys`: their names, dotted; `section.*` is any other key of a section. `shown`: the names in the documents, where
   these differ.
@@ -37,6 +38,9 @@ from trueshard.train.parse import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 NOTHING = (None, "", "none")
+COLUMNS = {"part": ("part", "why", "default"), "later": ("later", "why", "default"), "command": ("command", "why")}
+COLUMNS |= {"always": ("always",), "none": ("none",)}
+"""Kinds of keys that have a line each in a table → its cells after the keys."""
 READERS: dict[Any, Callable[[Any], Any]] = {float: number, int: positive, str: text}
 """Readers of values that become a key of ours, by its type."""
 
@@ -113,9 +117,10 @@ def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             when = {spelled(row, [key])[0]: values for key, values in included.get("when", {}).items()}
             more = {name: spelled(row, included.get(name, ())) for name in ("needs", "beside")}
             yield {**included, **more, "keys": spelled(row, keys), "when": when, "shown": shown}
-    for kind in ("always", "none"):
-        for keys, why, *off in tree.get(kind, ()):
-            yield {"keys": _listed(keys), kind: why, **({"off": off} if off else {})}
+    for kind, columns in COLUMNS.items():
+        for keys, *cells in tree.get(kind, ()):
+            off = {"off": cells[1:]} if kind == "none" and cells[1:] else {}
+            yield {"keys": _listed(keys), **dict(zip(columns, cells, strict=False)), **off}
 
 
 def spelled(include: Mapping[str, Any], keys: Any) -> list[str]:
