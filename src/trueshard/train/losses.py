@@ -96,7 +96,8 @@ class CausalLoss:
         """Return the number of targets."""
         return int(batch["targets"].ne(IGNORED).sum())
 
-    def tokens(self, batch: Batch) -> int:
+    @staticmethod
+    def tokens(batch: Batch) -> int:
         """Return the number of tokens that the model reads, without padding."""
         return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
@@ -186,6 +187,7 @@ class PreferenceLoss:
     """
 
     unit = "pair"
+    tokens = staticmethod(CausalLoss.tokens)
 
     def __init__(
         self,
@@ -201,10 +203,6 @@ class PreferenceLoss:
     def count(self, batch: Batch) -> int:
         """Return the number of pairs."""
         return batch["input_ids"].shape[0] // 2
-
-    def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that the model reads."""
-        return self._policy.tokens(batch)
 
     def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
@@ -312,9 +310,20 @@ def each_loss(
     def piece(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return losses_of(head(some), wanted) if shared is None else losses_of_parts(head(some), wanted, shared)
 
+    return in_pieces(piece, hidden, targets)
+
+
+def in_pieces(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],  # of some rows of both → [rows, …]
+    hidden: torch.Tensor,  # [rows, features]
+    targets: torch.Tensor,  # [rows]
+    recompute: bool = True,  # in backward
+) -> torch.Tensor:
+    """Return what ``compute`` does, some rows at a time."""
     rows = -(-hidden.shape[0] // _PIECES) or 1
     pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return torch.cat([checkpoint(piece, some, wanted, use_reentrant=False) for some, wanted in pieces])
+    again = functools.partial(checkpoint, compute, use_reentrant=False) if recompute else compute
+    return torch.cat([again(*piece) for piece in pieces])
 
 
 class _Summed(torch.autograd.Function):

@@ -28,6 +28,7 @@ from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.optim.seeded_random import sample_rng
+from trueshard.planner.inputs.fake_tensors import to_device
 from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
@@ -434,17 +435,8 @@ class Trainer:
     def _local(self, batch: Any) -> Any:
         """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""
         if self._axes is None or "context" not in self._axes.along:
-            return self._to_device(batch)
+            return to_device(batch, self.device)
         return split_sequence(self.model, batch)
-
-    def _to_device(self, batch: Any) -> Any:
-        if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, Mapping):
-            return {key: self._to_device(value) for key, value in batch.items()}
-        if isinstance(batch, (list, tuple)):
-            return type(batch)(self._to_device(value) for value in batch)
-        return batch
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:

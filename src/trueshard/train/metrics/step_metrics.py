@@ -31,6 +31,7 @@ from torch import nn
 from trueshard.errors import UserError
 from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
+from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.train.data.loader import Loader
 from trueshard.train.trainer import Callback, Trainer, over_ranks
 
@@ -136,7 +137,7 @@ def record_of(line: bytes) -> Line:
     record = json.loads(line)
     record["step"] = int(record["step"])
     if b"null" in line:
-        record = _mapped(record, lambda value: math.nan if value is None else value)
+        record = mapped(lambda value: math.nan if value is None else value, record)
     return record
 
 
@@ -144,15 +145,7 @@ def _line_of(record: Line) -> bytes:
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(_mapped(record, finite), allow_nan=False).encode() + b"\n"
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_mapped(item, change) for item in value]
-    return change(value)
+    return json.dumps(mapped(finite, record), allow_nan=False).encode() + b"\n"
 
 
 def read_lines(path: Path, read: Callable[[bytes], Line] = record_of) -> Iterator[tuple[LineSpan, Line]]:

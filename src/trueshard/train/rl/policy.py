@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trueshard.errors import UserError
 from trueshard.train.data.batches import IGNORED, Batch
-from trueshard.train.losses import Forward, HeadRows, logits_of
+from trueshard.train.losses import CausalLoss, Forward, HeadRows, in_pieces, logits_of
 from trueshard.train.rl.config import RLSection, RolloutSection
 from trueshard.train.rl.policy_losses import LIMIT, LOSSES, LossInputs, LossOutputs, token_ratio
 from trueshard.train.rl.ranks import on_every_rank
@@ -33,8 +32,6 @@ Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], to
 """(log-probabilities, old ones, both [rows, length], advantages [rows, 1], mask [rows, length] of the targets) → loss
 of each token, [rows, length]."""
 
-PIECES = 8
-"""Pieces in which the rows of the head are computed, and recomputed in backward."""
 FEW = 2**20
 """Logits of a microbatch that are computed at once, and kept for backward: 4 MiB in float32."""
 NOT_INPUTS = ("targets", "advantages", "old_logprobs", "engine_logprobs", "reference_logprobs")
@@ -52,6 +49,7 @@ class PolicyLoss:
     """
 
     unit = "term"
+    tokens = staticmethod(CausalLoss.tokens)
 
     def __init__(
         self,
@@ -96,10 +94,6 @@ class PolicyLoss:
             return int(targets.sum())
         return int(targets.any(1).sum()) * (self.length or 1)
 
-    def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that the model reads, without padding."""
-        return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-
     def logprobs(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the targets and entropies of the distributions, in nats, 0 where no target is.
 
@@ -118,11 +112,8 @@ class PolicyLoss:
             hidden, width = hidden[mask], getattr(head, "out_features", None)
             if width is not None and len(chosen) * width <= FEW:
                 return piece(hidden, chosen)
-            size = -(-len(chosen) // PIECES) or 1
-            pieces = zip(hidden.split(size), chosen.split(size), strict=True)
-            if head is None or not torch.is_grad_enabled():  # there is nothing to save by computing it again
-                return torch.cat([piece(*rows_and_tokens) for rows_and_tokens in pieces])
-            return torch.cat([checkpoint(piece, *rows_and_tokens, use_reentrant=False) for rows_and_tokens in pieces])
+            # Whole logits, and a pass without gradients, have nothing to save by computing it again.
+            return in_pieces(piece, hidden, chosen, recompute=head is not None and torch.is_grad_enabled())
 
         with without_dropout(model):
             result = self._rows_of(model, inputs, targets.shape, compute).view(-1, 2)
@@ -153,7 +144,6 @@ class PolicyLoss:
         inputs = LossInputs(
             trainer_logprobs,
             old_logprobs,
-            inference_logprobs,
             advantages,
             loss_mask,
             self.clip,

@@ -43,7 +43,6 @@ class LossInputs:
 
     trainer_logprobs: torch.Tensor  # (rows, length), with a gradient
     old_logprobs: torch.Tensor  # (rows, length), log π_old
-    inference_logprobs: torch.Tensor | None  # (rows, length), of the engine that sampled the answers, if known
     advantages: torch.Tensor  # (rows, 1)
     loss_mask: torch.Tensor  # (rows, length), bool: True at tokens that the model sampled
     clip: tuple[float, float]
