@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,20 @@ from trueshard.planner import process
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "file for the seconds that each test took, the slowest first"
     parser.addoption("--durations-file", type=Path, help=help)
+    parser.addoption("--share", metavar="K/N", help="run the tests of the Kth of N equal shares alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave those of one share; which share a test is in follows from its name."""
+    share = config.getoption("share")
+    if share is None:
+        return
+    number, count = map(int, share.split("/"))
+    shares: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        shares[zlib.crc32(item.nodeid.encode()) % count == number - 1].append(item)
+    config.hook.pytest_deselected(items=shares[False])
+    items[:] = shares[True]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -247,6 +247,7 @@ def hidden(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.name.startswith(".")} if folder.exists() else set()
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", ROUNDS)
 def test_killed_at_any_moment_the_newest_checkpoint_is_what_was_saved(

@@ -233,6 +233,7 @@ def test_items_end_where_the_iterator_ends() -> None:
     assert list(Prefetcher(iter("abc"), 1)) == ["a", "b", "c"]
 
 
+@pytest.mark.rest
 def test_process_ends_while_batches_are_made() -> None:
     """Neither a thread at work nor one that waits for its reader keeps a program from its end."""
     program = """

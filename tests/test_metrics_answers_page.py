@@ -45,6 +45,7 @@ def file(run: Path) -> Path:
 # The file
 
 
+@pytest.mark.rest
 def test_a_run_s_answers_lie_beside_its_curves(run: Path, file: Path, tmp_path: Path) -> None:
     assert file == run / "samples.html"
     names = ["curves.html", "curves.png", "metrics.jsonl", "samples.html", "samples.jsonl"]

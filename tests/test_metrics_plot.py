@@ -178,6 +178,7 @@ def test_out_names_one_file_of_either_form(two: list[Path], tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.PNG", "a.html"]
 
 
+@pytest.mark.rest
 def test_the_picture_has_every_run_s_colour(two: list[Path], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(read_runs(two)))
     assert_drawn(tmp_path / "a.png", 500, *COLOURS[:2])
@@ -375,6 +376,7 @@ def test_the_keyboard_reaches_the_figures(tab: chromium.Page) -> None:
     assert tab.run("[view.from, view.to, view.cursor]") == [1, 100, None]
 
 
+@pytest.mark.rest
 @in_a_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 700, 380])

@@ -70,6 +70,7 @@ class Few(nn.Module):
         return self.only(x)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("count", [3, 4])
 @as_on_one_device("count")
 def test_more_ranks_than_parameters_and_rows(rank: int, world_size: int) -> dict[str, Any]:

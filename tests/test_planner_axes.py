@@ -90,6 +90,7 @@ def test_blocks_on_axes_are_extended_as_the_whole_model(name: str) -> None:
     assert_equal(extended, simulate(few, whole=True))
 
 
+@pytest.mark.rest
 def test_all_blocks_are_recomputed_with_sequence_parallelism_the_first_and_the_last_too() -> None:
     found = simulate(job(lambda: llama(4), ranks=(2,), words=SEQUENCE | FULL)).steady
     turn = next(at for at, event in enumerate(found.events) if event.place.phase == "backward")

@@ -167,6 +167,7 @@ def test_what_is_left_open_is_chosen(said: Said) -> None:
     assert re.search(r"another plan \(.*\) is about [\d.]+% slower", text)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("hardware", "compute"), [pytest.param("h100", "bfloat16", marks=pytest.mark.rest), ("cpu", None)]
 )

@@ -233,6 +233,7 @@ def test_the_last_stage_keeps_its_outputs_and_joins_them() -> None:
     assert with_outputs.peak_reserved_bytes - without.peak_reserved_bytes == 2 * job.accumulation * 512
 
 
+@pytest.mark.rest
 def test_a_published_row_of_a_pipeline_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     published, rows = (

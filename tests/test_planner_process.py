@@ -310,6 +310,7 @@ def is_gone(number: int) -> bool:
     return not psutil.pid_exists(number)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_a_caller_that_ends_takes_the_process_along(how: str) -> None:
     with forks.Popen([sys.executable, "-c", INTERRUPTED, how], stdout=subprocess.PIPE, text=True) as caller:
@@ -398,6 +399,7 @@ with Workers({"pid": os.getpid, "sleep": time.sleep}, 2) as workers:
 """
 
 
+@pytest.mark.rest
 @in_forks
 def test_workers_are_gone_if_the_process_that_forked_them_is_killed() -> None:
     with forks.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as parent:

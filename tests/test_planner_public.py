@@ -90,6 +90,7 @@ def test_a_module_a_function_and_a_file_are_the_same_plan(tmp_path: Any) -> None
     assert len({plan.forecast.peak_live_bytes for plan in plans if plan.forecast}) == 1
 
 
+@pytest.mark.rest
 def test_a_larger_batch_takes_more_memory() -> None:
     small, large = (planned(batch=torch.zeros(samples, 16)).forecast for samples in (64, 4096))
     assert small

@@ -70,6 +70,7 @@ def kept(trace: Trace, size: int | None = None) -> int:
     )
 
 
+@pytest.mark.rest
 def test_keys_are_kept_with_all_heads() -> None:
     setting = Setting(TINY, 1, 2, 32, loss="compiled")
     plain = steady(setting)
@@ -102,6 +103,7 @@ def test_inputs_of_blocks_are_on_the_host_but_the_last() -> None:
     assert len(moved.events) - len(trace.events) == 2 * (kept(trace, one) // one - traces.STASH)
 
 
+@pytest.mark.rest
 def test_four_bits_take_what_torchao_takes() -> None:
     model = replace(TINY, intermediate=128)
     setting = Setting(model, 1, 1, 32, lora=(4, ("q_proj",)), quantize=True, storage="bfloat16", loss="chunked")

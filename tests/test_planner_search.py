@@ -334,6 +334,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     assert "(microbatch 4, reshard always, recompute full)" in str(refused)
 
 
+@pytest.mark.rest
 def test_a_word_that_is_fixed_is_the_first_to_give_way() -> None:
     everything = Options(**AUTO, mixed_precision="bf16")
     request = space(tower(6), microbatch=4, choices=everything.replace(activation_checkpointing="none"))

@@ -55,6 +55,7 @@ def failure(function: Callable[[], Any]) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
+@pytest.mark.rest
 def test_same_requests_have_the_same_answers_on_one_rank_and_on_two(
     alone: Ranks, ranks2: Ranks, tmp_path: Path, server: FakeVLLM
 ) -> None:

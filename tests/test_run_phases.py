@@ -113,6 +113,7 @@ def test_a_training_configuration_has_evaluation_and_saving(capsys: pytest.Captu
     assert any("Of the phases, step needs the most memory" in each for each in told["reasons"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("overrides", "batches"),
     [

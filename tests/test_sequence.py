@@ -109,7 +109,7 @@ def test_the_last_norm_is_on_parts_and_trains_the_same(
 @pytest.mark.parametrize(
     ("mode", "name", "backend"),
     [
-        ("full", "llama", "eager"),
+        pytest.param("full", "llama", "eager", marks=REST),
         pytest.param("full", "llama", "aot_eager", marks=REST),
         pytest.param("selective", "qwen3", "aot_eager", marks=REST),
     ],

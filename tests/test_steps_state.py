@@ -61,9 +61,8 @@ def test_state_is_shown_as_dtensors_by_parameter(rank: int, world_size: int) -> 
 @pytest.mark.parametrize(
     ("source", "count"),
     [
-        ("after a step", 2),
         ("one process", 2),
-        pytest.param("itself", 2, marks=pytest.mark.rest),
+        *(pytest.param(source, 2, marks=pytest.mark.rest) for source in ("after a step", "itself")),
         *(pytest.param(source, 3, marks=pytest.mark.rest) for source in ("itself", "one process")),
     ],
 )

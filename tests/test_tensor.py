@@ -205,6 +205,7 @@ def features(rank: int, world_size: int, *ways: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("ways", all_but([("copies",)], [("copies",), tuple(WAYS)[:-1]]), ids=", ".join)
 def test_what_users_do_with_a_shared_model(ways: tuple[str, ...], ranks4: Ranks) -> None:
     for found in ranks4.run(features, *ways):
@@ -516,6 +517,7 @@ def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks
         assert distance(found, expected) < EXACT
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("fails", [False, True])
 @on_ranks(2, fresh=True)
 def test_a_model_is_freed_whose_pass_had_no_backward(rank: int, world_size: int, fails: bool) -> None:

@@ -318,6 +318,7 @@ def traffic_case(rank: int, world: int, given: Config) -> tuple[float, float]:
     return traffic.received["all_gather"], wanted * (world - 1) / world
 
 
+@pytest.mark.rest
 def test_quantised_weights_travel_as_they_are_stored(ranks2: Ranks) -> None:
     for found, wanted in ranks2.run(traffic_case, config(llama(quantize="nf4", dtype="bfloat16"), ALL)):
         assert found == wanted

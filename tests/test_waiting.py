@@ -93,6 +93,7 @@ def loads_late(rank: int, world_size: int, folder: str) -> list[str]:
     return texts
 
 
+@pytest.mark.rest
 def test_who_comes_late_to_a_load_is_named(ranks3: Ranks, tmp_path: Path) -> None:
     found = ranks3.run(loads_late, str(tmp_path / "saved"))
     (line,) = [text for texts in found for text in texts]
