@@ -21,13 +21,13 @@ from trueshard.checkpoint import state
 from trueshard.checkpoint.process_group import RankGroup, has_turn
 from trueshard.errors import ReplicasDiffer
 from trueshard.model import names
+from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, extent, region_of
 from trueshard.sharding.hooks import runtime_of
 
 _CHUNK = 1 << 15
 """Elements hashed at once, so that copies of 8 bytes each stay in the cache."""
 _MASK = (1 << 64) - 1
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # The constants of splitmix64, as torch's signed integers
@@ -97,14 +97,10 @@ def written(kind: str, value: int) -> str:
 def hash_here(tensor: torch.Tensor) -> int:
     """Return the hash of this rank's part of ``tensor``, 0 to 2**64 - 1."""
     region = region_of(tensor)
-    local = _torch.local(tensor).detach().resolve_conj().resolve_neg()
-    if not local.numel():
+    if not (count := _torch.local(tensor).numel()):
         return 0
-    bits = local.contiguous().reshape(-1)
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).reshape(-1)
-    width = bits.numel() // local.numel()
-    bits = bits.view(_BITS[bits.itemsize])
+    bits = bits_of(tensor)
+    width = bits.numel() // count
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin, indices in _indices(region, tuple(tensor.shape), width, bits.device):
         total += _mixed(indices, bits[begin : begin + indices.numel()])

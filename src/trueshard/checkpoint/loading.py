@@ -39,7 +39,7 @@ from trueshard.checkpoint.saving import background
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
-from trueshard.optim.ties import tied_name
+from trueshard.optim.ties import tie_of
 from trueshard.text import timed
 
 
@@ -244,7 +244,7 @@ class LoadJob:
         entries = self._catalogue.entries
         used: set[str] = set()
         for name, part in held.items():
-            tied, here = tied_name(part.tensor), dtype_name(part.tensor.dtype)
+            tied, here = tie_of(part.tensor), dtype_name(part.tensor.dtype)
             candidates = [naming.key(alias, None if tied is None else tied.name) for alias in part.names]
             key = next((key for key in candidates if key in entries), None)
             used.update(candidates)

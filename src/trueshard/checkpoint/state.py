@@ -27,7 +27,7 @@ from trueshard.checkpoint.format import Manifest, TensorEntry, split, with_wrapp
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.model import names
 from trueshard.optim.rebind import family
-from trueshard.optim.ties import tied_name
+from trueshard.optim.ties import tie_of
 from trueshard.sharding.hooks import runtime_of
 
 Tensors = dict[str, torch.Tensor]
@@ -129,7 +129,7 @@ def parameter_names(models: Mapping[str, nn.Module], renaming: Renaming = None) 
 def names_in_files(tensor: torch.Tensor, model_names: list[str], renaming: Renaming) -> list[str]:
     """Return the names in files of a tensor that its model calls ``model_names``; that of ``tie_over`` is the first."""
     result = model_names if renaming is None else [renaming(name) or name for name in model_names]
-    tied = tied_name(tensor)
+    tied = tie_of(tensor)
     return result if tied is None else list(dict.fromkeys([tied.name, *result]))
 
 
@@ -205,7 +205,7 @@ def rank_content(
             raise ValueError(f"{key!r} is sharded over the ranks of one stage; give it as a model, or whole")
         if owned or tells_all:
             result.entries[key] = manifest.tensors[key]
-        if tells_all and tied_name(tensor) is not None:
+        if tells_all and tie_of(tensor) is not None:
             result.tied.append(key)
     if staged:
         for record in records.values():

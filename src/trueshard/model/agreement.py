@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trueshard import _torch
 from trueshard.distributed import device_of, gather_objects, is_simulated
 from trueshard.errors import RankFailed
 from trueshard.model.intent import Intent
 
-_BLOCK = 1 << 22
+_WIDTH = 1024
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
 
 
@@ -69,11 +71,13 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     real = [(name, t) for name, t in tensors if not t.is_meta and not isinstance(t, DTensor) and t.numel()]
     real = [(name, t) for name, t in real if type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)]
     device = device_of(mesh)
-    sums = torch.tensor([_checksum(t) for _, t in real], dtype=torch.int64, device=device)
+    if not real:
+        return []
+    sums = torch.stack([checksum(t).to(device) for _, t in real])
     differing: set[int] = set()
     for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
-        if group.size() == 1 or not real:
+        if group.size() == 1:
             continue
         theirs = [torch.empty_like(sums) for _ in range(group.size())]
         dist.all_gather(theirs, sums, group=group)
@@ -101,15 +105,28 @@ def warn_of_differing(what: str, differing: Sequence[str], made: str, *, stackle
     )
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return a position-dependent checksum of the bytes of ``tensor``."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    length = raw.numel() // 8 * 8
-    total = 0
-    # Products and sums wrap around modulo 2**64, which is what a checksum wants.
-    for words in (*raw[:length].view(torch.int64).split(_BLOCK), raw[length:].to(torch.int64)):
-        weights = torch.arange(1, words.numel() + 1, device=words.device) * _ODD
-        total = (total * 1_000_003 + int((words * weights).sum())) % (2**61 - 1)
-    return total
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of this rank's part of ``tensor``, 1-D, as integers of its elements' size."""
+    numbers = _torch.local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    numbers = torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
+    return numbers.view(_INTEGERS[numbers.itemsize])
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of the bits of this rank's part and their places, 0-dim int64, without waiting for it.
+
+    Sums of rows and of columns are weighted by their places, so that no copy of 8 bytes an element is made. Products
+    and sums wrap around modulo 2**64.
+    """
+    bits = bits_of(tensor)
+    whole = len(bits) // _WIDTH * _WIDTH
+    table, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].to(torch.int64)
+    weights = weights_of_places(max(_WIDTH, len(table)), bits.device)
+    columns = (table.sum(0, dtype=torch.int64) * weights[:_WIDTH]).sum()
+    rows = (table.sum(1, dtype=torch.int64) * weights[: len(table)]).sum()
+    return (columns + rows * 3 + (rest * weights[: len(rest)]).sum() * 5) * 2 + 1
+
+
+def weights_of_places(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd multiples of the places 1 to ``count``, by which a sum depends on the order: (count,), int64."""
+    return torch.arange(1, count + 1, device=device) * _ODD

@@ -3,7 +3,7 @@
 Known classes (torch's own) are looked up. Of any other, a copy with the user's own settings steps small parameters that
 stand in for the user's: once whole, once with each parameter alone having a gradient, once cut by rows as ranks would
 cut them. Again in the user's dtypes, for hundreds of steps, since much begins after a warm-up, and one parameter after
-the other. For shapes on which it does something else than on these (``paths``), larger ones. Differences tell:
+the other. For shapes on which it does something else than on these (``trial``), larger ones. Differences tell:
 
 - alone ≠ together: it couples different parameters;
 - the random seed matters: it draws random numbers, which ranks would draw differently (unless sums are exact, for
@@ -32,10 +32,9 @@ from torch import nn
 from trueshard.errors import with_kind
 from trueshard.model.regions import rows_of
 from trueshard.optim import trial
-from trueshard.optim.paths import Parted, Path
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.runs import BINDING
-from trueshard.optim.trial import RANKS, STEPS, Place, Refused, Result, Shapes, leaves, run
+from trueshard.optim.trial import RANKS, STEPS, Parted, Path, Place, Refused, Result, Shapes, leaves, run
 
 TOLERANCE = 1e-3
 """Tolerated difference, as a part of a parameter's largest change: float32 sums in another order stay far below, any

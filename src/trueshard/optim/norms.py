@@ -38,7 +38,7 @@ from trueshard.optim.shards import (
     sharded_over,
     widest_float,
 )
-from trueshard.optim.ties import check_stages, is_copy
+from trueshard.optim.ties import check_stages, tie_of
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROW = 1024
@@ -96,7 +96,7 @@ def clip_grad_norm_(
     elif over is None:
         total = _total(groups, order, foreach).to(_promoted(groups))
     else:
-        counted = [p.grad for p in members if p.grad is not None and not is_copy(p)]
+        counted = [p.grad for p in members if p.grad is not None and ((tie := tie_of(p)) is None or tie.is_first)]
         total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
         norms = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)

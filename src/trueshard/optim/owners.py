@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.distributed import device_of, group_over
+from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
 from trueshard.optim.local_params import leaf_over, local_gradient
 from trueshard.optim.shards import Ranks, sharded_over
@@ -98,8 +99,7 @@ class Owned:
 
         The count alone misses writes through ``parameter.data``, which has a counter of its own.
         """
-        integers = self.local.detach().contiguous().view(_INTEGER[self.local.itemsize])
-        return _torch.version(self.parameter), integers.sum(dtype=torch.int64)
+        return _torch.version(self.parameter), bits_of(self.parameter).sum(dtype=torch.int64)
 
 
 def cut_over(parameter: DTensor) -> Ranks:
@@ -107,9 +107,6 @@ def cut_over(parameter: DTensor) -> Ranks:
     ranks = sharded_over(parameter)
     assert ranks is not None
     return ranks
-
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def update_cost(shape: Sequence[int]) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,26 +23,10 @@ from trueshard.distributed import device_of
 from trueshard.model import registry
 
 
-@dataclass(frozen=True)
-class TiedName:
-    """Identity of a parameter that has copies on other stages."""
-
-    name: str
-    """Name in the whole model."""
-    is_first: bool
-    """True for the first stage's copy, the one that counts where each parameter counts once."""
-
-
-def tied_name(parameter: torch.Tensor) -> TiedName | None:
-    """Return what ``parameter`` is in the whole model; None: no other stage has a copy of it."""
+def tie_of(parameter: torch.Tensor) -> Tie | None:
+    """Return the tie of ``parameter``; None: no other stage has a copy of it."""
     ties: list[Tie] = [tie for model in registry.models() for tie in model.ties]
-    return next((tie.name for tie in ties if tie.parameter is parameter), None)
-
-
-def is_copy(parameter: torch.Tensor) -> bool:
-    """True if an earlier stage has ``parameter`` too, so that this one is not counted."""
-    tied = tied_name(parameter)
-    return tied is not None and not tied.is_first
+    return next((tie for tie in ties if tie.parameter is parameter), None)
 
 
 def check_stages(argument: str, stages: Any) -> None:
@@ -60,7 +43,7 @@ def check_added_up(optimizer: torch.optim.Optimizer, ties: Sequence[Tie]) -> Non
     for parameter in (p for group in optimizer.param_groups for p in group["params"]) if pending else ():
         if (tie := next((tie for tie in pending if tie.parameter is parameter), None)) is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} would step {tie.name.name!r} with the gradient of this stage alone: run "
+                f"{type(optimizer).__name__} would step {tie.name!r} with the gradient of this stage alone: run "
                 "backward by a schedule of torch.distributed.pipelining, which ends by adding up the copies' "
                 "gradients, or drop them with zero_grad()"
             )
@@ -71,7 +54,9 @@ class Tie:
 
     def __init__(self, parameter: nn.Parameter, name: str, stages: DeviceMesh, holders: Sequence[int]) -> None:
         self.parameter, self._stages, self._holders = parameter, stages, holders
-        self.name = TiedName(name, stages.get_local_rank() == holders[0])
+        self.name = name
+        self.is_first = stages.get_local_rank() == holders[0]
+        """True for the first stage's copy, the one that counts where each parameter counts once."""
         self.is_pending = False
         """True from the beginning of a backward until a schedule has added up the copies' gradients."""
         self._earlier: torch.Tensor | None = None

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
-from trueshard.distributed import device_of
-from trueshard.model import names
+from trueshard.distributed import device_of, gather_objects
+from trueshard.model import agreement, names
 from trueshard.parallel.collectives import part_of
 from trueshard.parallel.context import language_model, mask_trial
 from trueshard.sharding.hooks import Runtime, runtime_of
@@ -62,7 +62,7 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
     full = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    _agree(full, group)
+    _agree(full, mesh)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")
@@ -103,35 +103,19 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
     return {**batch, "labels": targets, "shift_labels": targets}
 
 
-def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def _agree(batch: Mapping[str, Any], context: DeviceMesh) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
-    tensors = sorted((key, tensor) for key, tensor in batch.items() if isinstance(tensor, torch.Tensor))
-    checksums = torch.stack([_checksum(tensor) for _, tensor in tensors])
-    count = torch.tensor([len(tensors)], device=checksums.device)
-    every = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(every, count, group=group)
-    same = len({int(count) for count in every}) == 1
-    if same:
-        received = [torch.empty_like(checksums) for _ in range(group.size())]
-        dist.all_gather(received, checksums, group=group)
-        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
-    if not same or any(differing):
-        which = (
-            "tensors" if not same else ", ".join(key for (key, _), bad in zip(tensors, differing, strict=True) if bad)
-        )
+    tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    checksums = torch.stack([agreement.checksum(tensor) for tensor in tensors.values()]).tolist()
+    mine = {key: (tuple(tensors[key].shape), value) for key, value in zip(tensors, checksums, strict=True)}
+    everyone = gather_objects(mine, context)
+    if any(theirs != mine for theirs in everyone):
+        differing = [key for key in mine if any(theirs.get(key) != mine[key] for theirs in everyone)]
+        which = ", ".join(differing) if all(theirs.keys() == mine.keys() for theirs in everyone) else "tensors"
         raise ValueError(
             f"the ranks that share a sequence were given different {which}: let a sample's number follow from the rank "
             "along replicate and shard alone"
         )
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 0-dim int64 tensor that depends on every element, its place, and the shape."""
-    flat = tensor.detach().flatten()
-    flat = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-    places = torch.arange(1, flat.numel() + 1, device=flat.device)
-    seed = sum(size * 1_000_003**dim for dim, size in enumerate(tensor.shape))
-    return (flat * (places * 2_654_435_761 ^ places << 7)).sum() + seed
 
 
 def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard.distributed import gather_objects
 from trueshard.model import agreement, registry
-from trueshard.optim.ties import Tie, check_stages, tied_name
+from trueshard.optim.ties import Tie, check_stages, tie_of
 from trueshard.sharding.hooks import Runtime
 
 
@@ -76,7 +76,7 @@ def _stage_of(name: str, parameter: Any) -> Runtime:
     runtime: Runtime | None = registry.owner_of([parameter])
     if runtime is None:
         raise ValueError(f"{name!r} is no parameter of a sharded stage: call trueshard.shard(stage, ...) before")
-    if tied_name(parameter) is not None:
+    if tie_of(parameter) is not None:
         raise ValueError(f"{name!r} is tied over the stages already")
     return runtime
 

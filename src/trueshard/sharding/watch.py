@@ -28,7 +28,7 @@ from trueshard import _torch
 from trueshard.axes import AXES
 from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.errors import ReplicasDiffer
-from trueshard.model import names
+from trueshard.model import agreement, names
 from trueshard.model.regions import replicated_dims
 from trueshard.optim.seeded_random import DRAWS
 from trueshard.optim.ties import Tie
@@ -39,9 +39,6 @@ FIRST = (1, 2)
 KINDS = ("parameter", "gradient", "buffer", "seed of the optimizer")
 ROUNDINGS = 16
 """Distance, in units of the dtype's eps and of the largest value, up to which tensors differ by rounding alone."""
-_WIDTH = 1024
-_ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Watch:
             differs[0] |= (hashes_there != hashes_there[0]).any().int()
         hashes = [torch.stack([_hash(item.tensor, device) for item in common.items]) for common in everything]
         for common, of_items in zip(everything, hashes, strict=True):
-            weighted = of_items * _weights(len(of_items), device)
+            weighted = of_items * agreement.weights_of_places(len(of_items), device)
             place = torch.tensor([KINDS.index(item.kind) for item in common.items]).to(device, non_blocking=True)
             sums = torch.zeros(len(KINDS), dtype=torch.int64, device=device).index_add_(0, place, weighted)
             both = torch.cat([sums, ~sums])
@@ -220,28 +217,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return known and not local.is_meta and local.layout is torch.strided
 
 
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, count + 1, device=device) * _ODD
-
-
 def _hash(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return a hash of the bits and their places, 0-dim int64 on ``device``, without waiting for it.
-
-    Sums of rows and of columns are weighted by their places, so that no copy of 8 bytes an element is made. Products
-    and sums wrap around modulo 2**64.
-    """
+    """Return a hash of the bits and their places, 0-dim int64 on ``device``, without waiting for it; 0 for None."""
     if tensor is None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    bits = _torch.local(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    bits = torch.view_as_real(bits).reshape(-1) if bits.is_complex() else bits
-    bits = bits.view(_BITS[bits.itemsize])
-    whole = len(bits) // _WIDTH * _WIDTH
-    table, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].to(torch.int64)
-    weights = _weights(max(_WIDTH, len(table)), bits.device)
-    columns = (table.sum(0, dtype=torch.int64) * weights[:_WIDTH]).sum()
-    rows = (table.sum(1, dtype=torch.int64) * weights[: len(table)]).sum()
-    total = columns + rows * 3 + (rest * weights[: len(rest)]).sum() * 5
-    return (total * 2 + 1).to(device, non_blocking=True)
+    return agreement.checksum(tensor).to(device, non_blocking=True)
 
 
 def _differences(common: _Common, hashes: torch.Tensor) -> list[_Difference]:
@@ -266,7 +246,7 @@ def _differences_of_tie(tie: Tie, hashes: torch.Tensor) -> list[_Difference]:
     """Return the difference between copies on stages of a pipeline, if there is one."""
     if bool((hashes == hashes[0]).all()):
         return []
-    return [_Difference("parameter", tie.name.name, "pipeline", tuple(tie.holders), math.inf)]
+    return [_Difference("parameter", tie.name, "pipeline", tuple(tie.holders), math.inf)]
 
 
 def _distance(item: _Item, group: dist.ProcessGroup, device: torch.device) -> float:
