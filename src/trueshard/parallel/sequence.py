@@ -175,20 +175,11 @@ def _shares_all(name: str, child: nn.Module, styles: Mapping[str, str]) -> bool:
 def split_children(modules: Mapping[str, nn.Module], parts: Parts, group: dist.ProcessGroup) -> None:
     """Let the larger modules of blocks take and return parts of sequences, in place."""
     for block in parts.blocks:
-        for name in block.scattered:
-            _around(
-                modules[name],
-                parts.state,
-                functools.partial(_gathered, state=parts.state, group=group, sums=True),
-                functools.partial(_scattered, group=group),
-            )
-        for name in block.whole:
-            _around(
-                modules[name],
-                parts.state,
-                functools.partial(_gathered, state=parts.state, group=group, sums=False),
-                functools.partial(_kept, group=group),
-            )
+        for name in (*block.scattered, *block.whole):
+            sums = name in block.scattered
+            enter = functools.partial(_gathered, state=parts.state, group=group, sums=sums)
+            leave = functools.partial(scatter_sum if sums else own_part, dim=_DIM, group=group)
+            _around(modules[name], parts.state, enter, leave)
 
 
 def split_ends(modules: Mapping[str, nn.Module], parts: Parts, group: dist.ProcessGroup) -> None:
@@ -242,14 +233,6 @@ def _ended(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, last: bool = 
 
 def _gathered(x: torch.Tensor, state: Pass, group: dist.ProcessGroup, sums: bool) -> torch.Tensor:
     return gather(x, _DIM, state.total, group, sums=sums)
-
-
-def _kept(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return own_part(x, _DIM, group)
-
-
-def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return scatter_sum(x, _DIM, group)
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -87,16 +87,8 @@ def _sum(_: nn.Module, output: Any, group: dist.ProcessGroup) -> Any:
     return sum_parts(output, group)
 
 
-def _gather_output(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
-    return gather(output, -1, module.out_features, group)
-
-
-def _gather_vectors(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
-    return gather(output, -1, module.embedding_dim, group)
-
-
-def _own_outputs(_: nn.Module, output: Any, group: dist.ProcessGroup) -> Any:
-    return own_part(output, -1, group)
+def _gather_columns(module: Any, output: Any, group: dist.ProcessGroup) -> Any:
+    return gather(output, -1, module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features, group)
 
 
 def _gather_inputs(module: Any, value: Any, group: dist.ProcessGroup) -> Any:
@@ -105,7 +97,7 @@ def _gather_inputs(module: Any, value: Any, group: dist.ProcessGroup) -> Any:
     return gather(value, -1, module.in_features, group)
 
 
-def _split_input(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
+def _own_columns(_: nn.Module, value: Any, group: dist.ProcessGroup) -> Any:
     return own_part(value, -1, group)
 
 
@@ -132,12 +124,12 @@ _JOINED_COLUMNS = Style(
     dim=-2,
     vectors=True,
     enter=_sum_gradients,
-    leave=_gather_output,
+    leave=_gather_columns,
     linear=True,
     shares_outputs=True,
     uncut=REPLICATE,
 )
-_SPLIT_ROWS = Style(dim=-1, enter=_split_input, leave=_sum, linear=True, apart="bias", uncut=REPLICATE)
+_SPLIT_ROWS = Style(dim=-1, enter=_own_columns, leave=_sum, linear=True, apart="bias", uncut=REPLICATE)
 STYLES: dict[str, Style] = {
     "colwise": Style(dim=-2, vectors=True, enter=_sum_gradients, linear=True, defers=True, uncut="whole_own_outputs"),
     "colwise_gather_output": _JOINED_COLUMNS,
@@ -146,14 +138,14 @@ STYLES: dict[str, Style] = {
     "rowwise_split_input": _SPLIT_ROWS,
     "rowwise_rep": _SPLIT_ROWS,
     "embedding_rowwise": Style(dim=-2, by_rows=True, of=nn.Embedding, uncut=REPLICATE),
-    "embedding_colwise": Style(dim=-1, leave=_gather_vectors, of=nn.Embedding, uncut=REPLICATE),
+    "embedding_colwise": Style(dim=-1, leave=_gather_columns, of=nn.Embedding, uncut=REPLICATE),
     "packed_colwise": Style(dim=-2, vectors=True, halves=2, enter=_sum_gradients, defers=True),
     "packed_rowwise": Style(dim=-1, halves=2, defers=True),
     "replicated_with_grad_allreduce": Style(sums=True, defers=True),
     "moe_tp_experts": Style(enter=_sum_gradients, leave=_sum, weights_outputs=True, uncut=REPLICATE),
     "moe_identity_expert": Style(enter=_divide, local=True),
     "mla_kv_a_proj": Style(leave=_sum_rope_gradients, prepare=_note_rope, uncut="mla_kv_a_proj"),
-    "whole_own_outputs": Style(leave=_own_outputs),
+    "whole_own_outputs": Style(leave=_own_columns),
     "whole_gather_inputs": Style(enter=_gather_inputs),
     "all_reduce": Style(leave=_sum),
     "local_params": _WHOLE,

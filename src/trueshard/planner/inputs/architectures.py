@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from trueshard.planner.hardware import tomllib
 from trueshard.text import nearest
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -39,10 +39,6 @@ class Architecture:
 @functools.cache
 def known() -> dict[str, Architecture]:
     """Return the table of architectures, by name."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     text = resources.files("trueshard.planner.inputs").joinpath("architectures.toml").read_text(encoding="utf-8")
     table = tomllib.loads(text)
 
