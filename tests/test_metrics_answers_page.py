@@ -13,9 +13,9 @@ from messages import lacking, naming
 from resting import all_but
 from showing import answer, answers, data_of, rewarded, write_run, write_samples
 from trueshard.errors import UserError
-from trueshard.train.metrics import answers_page
-from trueshard.train.metrics.answers_page import choose, page
-from trueshard.train.metrics.plot import plot
+from trueshard.train.metrics import answers as answers_file
+from trueshard.train.metrics.answers import choose, page
+from trueshard.train.metrics.curves import plot
 from trueshard.train.metrics.step_metrics import LineSpan, read_steps
 
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")
@@ -94,15 +94,15 @@ def test_of_a_long_run_every_nth_step_is_kept_and_the_first_and_the_last() -> No
     assert list(kept.steps) == [*range(1, 201, 6), 200]
     assert (kept.total, kept.bytes_a_step) == (200, math.inf)
     few = choose(places, most=3000)
-    assert len(few.steps) == answers_page.FEWEST
+    assert len(few.steps) == answers_file.FEWEST
     assert few.bytes_a_step == 250
 
 
 def test_of_big_steps_the_best_and_the_worst_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers_page, "choose", lambda places: choose(places, most=30_000))
+    monkeypatch.setattr(answers_file, "choose", lambda places: choose(places, most=30_000))
     file = write_samples(tmp_path, answers(60))
     data = data_of(page("big", file, read_steps(file)))
-    assert len(data["steps"]) <= answers_page.FEWEST
+    assert len(data["steps"]) <= answers_file.FEWEST
     assert [data["steps"][0], data["steps"][-1], data["total"]] == [1, 60, 60]
     groups = [group for prompt in data["prompts"] for group in prompt["groups"]]
     assert {len(group["answers"]) for group in groups} == {2}

@@ -14,8 +14,18 @@ import chromium
 from messages import lacking, naming
 from showing import assert_drawn, data_of, record, rewarded, write_run
 from trueshard.errors import UserError
-from trueshard.train.metrics.curves import COLOURS, RunRecords, curve, half_life, picture, shown_panels, smoothed
-from trueshard.train.metrics.plot import page, plot, read_runs
+from trueshard.train.metrics.curves import (
+    COLOURS,
+    RunRecords,
+    curve,
+    half_life,
+    page,
+    picture,
+    plot,
+    read_runs,
+    shown_panels,
+    smoothed,
+)
 
 PLAIN = ["loss", "evaluation_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory", "data_wait"]
 in_a_browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium")

@@ -114,7 +114,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the curves of one or more runs, as PNG and as a page; of a run with answers, a page of them too."""
-    from trueshard.train.metrics.plot import plot as draw
+    from trueshard.train.metrics.curves import plot as draw
 
     for path in draw(runs, out):
         print(path)
