@@ -88,7 +88,7 @@ def convert(
     `source` (a framework's name) is guessed where it is None, `ranks` (processes of the run) taken from the file; `out`
     is the file that the command names. Raises `UserError`: no such file, an unknown key, or a value of the wrong kind.
     """
-    draft, kind, title = drafted(path, source, environment=environment, ranks=ranks)
+    draft, kind, title = drafted(path, source, ranks, environment)
     command = _command(draft, out or f"{draft.name}.toml")
     text = _toml(draft, f"From {_place(path)}, of {title}, by `trueshard convert`. Start it with: {command}")
     _check(text, draft, _place(path))
@@ -100,11 +100,7 @@ def _place(path: Path | None) -> str:
 
 
 def drafted(
-    path: Path | None,
-    source: str | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    ranks: int | None = None,
+    path: Path | None, source: str | None, ranks: int | None, environment: Mapping[str, str] | None = None
 ) -> tuple[Draft, Framework, str]:
     """Return our configuration in the making with all rules applied, the framework, and its title; as `convert`."""
     tree, kind, title = _find(path, source, environment)

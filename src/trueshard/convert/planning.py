@@ -112,11 +112,11 @@ def advise(
     """
     if source not in FRAMEWORKS:
         raise UserError(f"--for {source}: unknown; use one of {', '.join(FRAMEWORKS)}")
-    draft, kind, title = drafted(path, source, ranks=ranks)
+    draft, kind, title = drafted(path, source, ranks)
     differs = []
     if draft.ranks is None:
         differs = ["The file names no number of ranks: 8 are taken (--ranks)."]
-        draft, kind, title = drafted(path, source, ranks=8)
+        draft, kind, title = drafted(path, source, 8)
     request = _request(draft, model or model_of(draft, path), {k: v for k, v in options.items() if v is not None})
     theirs = solve(request, progress)
     best = _best(request, kind, draft, progress)

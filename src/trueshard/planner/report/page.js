@@ -20,6 +20,12 @@ function element(tag, attributes = {}, ...children) {
 
 const swatch = (colour) => element("i", { class: "swatch", style: `background:${colour}`, "aria-hidden": "true" });
 const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+let probe = null;
+function solid(colour) {
+  if (!probe) document.body.append((probe = element("i", { hidden: "" })));
+  probe.style.color = colour;
+  return getComputedStyle(probe).color;
+}
 const kindColour = (kind) => `var(--${kind})`;
 const GAPS = { waiting: "waiting for communication", host: "waiting for the host", ranks: "waiting for other ranks" };
 const gapColour = (kind) => `var(--${kind === "host" ? "idle-host" : kind})`;

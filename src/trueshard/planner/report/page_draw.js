@@ -1,13 +1,6 @@
 "use strict";
 // The step on its canvas: memory, stacked, above the streams; one column a device pixel.
 
-let probe = null;
-function solid(colour) {
-  if (!probe) document.body.append((probe = element("i", { hidden: "" })));
-  probe.style.color = colour;
-  return getComputedStyle(probe).color;
-}
-
 function draw() {
   const ratio = window.devicePixelRatio || 1;
   canvas.style.height = `${HEIGHT}px`;

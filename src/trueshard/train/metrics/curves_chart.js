@@ -18,13 +18,6 @@ function compact(value, digits = 4) {
 const WORDS = { bytes, count: (value) => compact(value), signed: (value) => trimmed(value, 4), part: (value) => `${trimmed(value * 100, 4)}%`, rate: (value) => compact(value), nats: (value) => trimmed(value, 5) };
 const exponential = (value) => (value ? Number(value.toPrecision(4)).toExponential().replace("-", "−") : "0");
 
-let probe = null;
-function solid(colour) {
-  if (!probe) document.body.append((probe = element("i", { hidden: "" })));
-  probe.style.color = colour;
-  return getComputedStyle(probe).color;
-}
-
 // The index of the point nearest to a place across.
 function nearestAt(across, place) {
   let low = 0, high = across.length - 1;
