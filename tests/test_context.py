@@ -273,7 +273,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("t5", {}, ["T5ForConditionalGeneration", "more than one sequence"]),
     ("llava", {}, ["more than one sequence"]),
     ("attention_dropout", {}, ["model.layers.1.self_attn", "attention_dropout=0.1"]),
-    ("dropout", {}, ["model.layers.1.mlp.act_fn.1", "p=0.1"]),
+    ("dropout", {}, ["model.layers.1.mlp.act_fn.1", "random", "dropout"]),
     ("shift", {}, ["other positions outside of attention", "model.layers.1.mlp"]),
     ("pooled", {}, ["other positions outside of attention", "model.norm"]),
     ("attention", {}, ["model.layers.1.self_attn", "attention interface"]),

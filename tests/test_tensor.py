@@ -442,7 +442,7 @@ def test_what_cannot_be_shared_is_said_at_once_and_changes_nothing(rank: int, wo
     refused(naming("self_attn.k_proj", 2, 4), llama(num_key_value_heads=2), tensor=4)
     refused(naming("GPT2LMHeadModel", "plan", "tensor="), gpt2, tensor=2)
     refused(naming("tensor 3", 4), llama(), tensor=3)
-    refused(naming("'1'", "0.1"), dropout, tensor={"ranks": 2, "0": "colwise_gather_output"})
+    refused(naming("'1'", "0.1"), dropout, tensor={"ranks": 2, "0": "colwise_gather_output", "trial": False})
     refused(naming("self_attn", "attention_dropout", "0.1"), llama(attention_dropout=0.1), tensor=2)
     refused(naming("columwise", "head", "colwise"), Blocks(), tensor={"ranks": 2, "head": "columwise"})
     refused(naming("haed", "head"), Blocks(), tensor={"ranks": 2, "haed": "colwise"})

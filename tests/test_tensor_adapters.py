@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PREFIX_TUNING": ({"num_virtual_tokens": 3}, "PREFIX_TUNING"),
-    "LORA, dropout": ({"lora_dropout": 0.1}, "q_proj.lora_dropout.default"),
+    "LORA, dropout": ({"lora_dropout": 0.1, "target_modules": ["o_proj"]}, "o_proj.lora_dropout.default"),
 }
 OFTEN = ("LORA, DoRA", "ADALORA", "IA3", "LORA, head")
 

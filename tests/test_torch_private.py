@@ -679,6 +679,9 @@ def test_fake_tensors_and_real_ones_among_them() -> None:
             real = torch.ones(8)
     assert [_torch.is_fake(each) for each in (fake, real)] == [True, False]
     assert [_torch.is_plain(each) for each in (fake, real, nn.Parameter(real))] == [True, True, False]
+    with Watching() as watching, _torch.unwatched():
+        torch.ones(1).add(1)
+    assert watching.seen == []
     starts = _torch.addresses([fake[2:], fake, torch.ones(1)])
     assert starts[0] - starts[1] == 8
     assert _torch.addresses([real[1:]]) == [real.data_ptr() + 4]

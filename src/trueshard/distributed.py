@@ -120,6 +120,15 @@ class Axes:
         return axis not in self.along or self.along[axis].get_local_rank() == 0
 
 
+@functools.lru_cache(maxsize=8)
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that sends from CPU to CPU: this one, or one of gloo, made once. Collective."""
+    if "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "fake":
+        return group
+    ranks, limit = dist.get_process_group_ranks(group), _torch.timeout_of(group)
+    return dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="trueshard-hosts")
+
+
 def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
     """Return the axes of ``mesh``, or of a mesh over all ranks, that a plan or options ask for.
 

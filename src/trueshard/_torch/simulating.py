@@ -202,6 +202,9 @@ def makes_fake_tensors() -> bool:
 #: Inside, make real tensors in the middle of ``fake_tensors``.
 real_tensors: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
 
+#: Inside, no dispatch mode sees what runs.
+unwatched: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """True if ``tensor`` was made inside ``fake_tensors``."""

@@ -37,21 +37,29 @@ class ThreadGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
 
-def run_as_ranks(ranks: int, function: Callable[[int, dist.ProcessGroup], Result]) -> list[Result]:
+def run_as_ranks(
+    ranks: int,
+    function: Callable[[int, dist.ProcessGroup], Result],
+    take: Callable[[], Any] = lambda: None,
+    give: Callable[[Any], None] = lambda taken: None,
+) -> list[Result]:
     """Return what ``function(rank, group)`` returns on each of ``ranks`` threads; raise the first error of one.
 
     One thread runs at a time, so what a forward changes for a while is its own; an error leaves no other one waiting.
+    ``give(take())`` gives a thread back what others have changed in between (random states).
     """
     turn, barrier = threading.Lock(), threading.Barrier(ranks)
     values, results = [None] * ranks, [None] * ranks
     errors: list[BaseException] = []
 
     def wait() -> None:
+        own = take()
         turn.release()
         try:
             barrier.wait()
         finally:
             turn.acquire()
+            give(own)
 
     def exchange(rank: int, value: Any) -> Any:
         values[rank] = value.clone()

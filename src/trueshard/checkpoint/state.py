@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import re
-import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -28,6 +27,7 @@ from trueshard.checkpoint.process_group import RankGroup
 from trueshard.model import names
 from trueshard.optim.rebind import family
 from trueshard.optim.ties import tie_of
+from trueshard.parallel.random_streams import random_states, set_random_states
 from trueshard.sharding.hooks import runtime_of
 
 Tensors = dict[str, torch.Tensor]
@@ -273,38 +273,14 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
 
 
-_PYTHON = "<i625I?d"  # version, Mersenne Twister's 624 words and position, and the second number of a pair
-_NUMPY = "<624Iii d"
-
-
 def random_state() -> tuple[list[list[Any]], torch.Tensor]:
     """Return [generator, bytes] in turn, and their states, concatenated: uint8 ``(bytes,)``. Draws no number."""
-    parts = {"torch": bytes(torch.get_rng_state().numpy())}
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and hasattr(module := torch.get_device_module(device), "get_rng_state"):
-        parts[device.type] = bytes(module.get_rng_state().cpu().numpy())
-    version, words, gauss = random.getstate()
-    parts["python"] = struct.pack(_PYTHON, version, *words, gauss is not None, gauss or 0.0)
-    legacy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002
-    name, keys, place, has_gauss, cached = legacy
-    if name == "MT19937":
-        parts["numpy"] = struct.pack(_NUMPY, *keys.tolist(), place, has_gauss, cached)
-    table = [[kind, len(data)] for kind, data in parts.items()]
-    return table, torch.frombuffer(bytearray(b"".join(parts.values())), dtype=torch.uint8)
+    states = random_states(torch.accelerator.current_accelerator(check_available=True))
+    table = [[kind, len(data)] for kind, data in states.items()]
+    return table, torch.frombuffer(bytearray(b"".join(states.values())), dtype=torch.uint8)
 
 
 def set_random_state(table: list[list[Any]], states: torch.Tensor) -> None:
-    """Set the generators to what ``random_state`` returned; one that this machine lacks is skipped."""
-    for (kind, _), part in zip(table, states.split([length for _, length in table]), strict=True):
-        tensor, data = part.clone(), bytes(part.numpy())
-        if kind == "torch":
-            torch.set_rng_state(tensor)
-        elif kind == "python":
-            version, *words, has_gauss, gauss = struct.unpack(_PYTHON, data)
-            random.setstate((version, tuple(words), gauss if has_gauss else None))
-        elif kind == "numpy":
-            *keys, place, has_gauss, cached = struct.unpack(_NUMPY, data)
-            generator = ("MT19937", numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached)
-            numpy.random.set_state(generator)  # noqa: NPY002
-        elif kind == str(torch.accelerator.current_accelerator(check_available=True)):
-            torch.get_device_module(kind).set_rng_state(tensor)
+    """Set the generators to what ``random_state`` returned."""
+    parts = states.split([length for _, length in table])
+    set_random_states({kind: bytes(part.numpy()) for (kind, _), part in zip(table, parts, strict=True)})

@@ -365,12 +365,14 @@ def _is_norm_of_tokens(module: nn.Module) -> bool:
     sizes = [parameter.ndim for parameter in module.parameters()]
     if not sizes or max(sizes) != 1:
         return False
-    tried = copy_without_hooks(module)
+    tried, noise = copy_without_hooks(module), torch.Generator().manual_seed(0)
     for kind in ("_parameters", "_buffers"):
         held = tried.__dict__[kind]
-        tried.__dict__[kind] = {key: None if t is None else torch.rand(t.shape).to(t.dtype) for key, t in held.items()}
+        tried.__dict__[kind] = {
+            key: None if t is None else torch.rand(t.shape, generator=noise).to(t.dtype) for key, t in held.items()
+        }
     width = next(parameter.shape[0] for parameter in module.parameters())
-    tokens = torch.randn(2, LENGTH, width, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randn(2, LENGTH, width, generator=noise)
     try:
         full = tried(tokens)
         part = torch.cat([tried(tokens[:, :3]), tried(tokens[:, 3:])], 1)

@@ -11,6 +11,7 @@ cheap mixture of features, so that a trial takes milliseconds at any size, also 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.forward_trial import list_of, run_holder
 from trueshard.parallel.module_copies import LARGE, kind_of, random_copy
+from trueshard.parallel.random_streams import random_states, set_random_states
 
 LENGTH = 11
 """Tokens of the sequence on which a block is tried: a prime, by which the dimension of positions is recognised."""
@@ -113,6 +115,9 @@ class _Trial:
             for noted in calls.values():
                 noted.clear()
         self.why = self._compare(readings, arguments)
+        if not self.why and (place := _find_draw(copied, tokens, args, kwargs)) is not None:
+            name = ".".join(filter(None, (self.module_names.get(id(module)), place)))
+            self.why = f"{name!r} draws random numbers, others for parts: set dropout and noise to 0"
 
     def copy(self, module: nn.Module, calls: dict[str, list[Any]] | None = None) -> nn.Module:
         """Return a copy with random weights, its own buffers, and the configurations of the trial."""
@@ -174,6 +179,18 @@ class _read_modules:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _find_draw(copied: nn.Module, tokens: torch.Tensor, args: Any, kwargs: Any) -> str | None:
+    """Return the module of a copy by whose end it has drawn first; None: it returns the same each time in training."""
+    states, outputs, places = random_states(None), [], list[str]()
+    for key, child in copied.named_modules():
+        child.register_forward_hook(lambda *_, key=key: places.append(key) if random_states(None) != states else None)
+    copied.train()
+    with contextlib.suppress(Exception), _CheapMatrices():  # in training it may take more than a trial gives it
+        outputs = [_torch.tensors_in(copied(tokens, *args, **kwargs)) for _ in range(2)]
+    set_random_states(states)
+    return places[0] if places and len(outputs) == 2 and not _same(*outputs) else None
 
 
 def _same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:

@@ -175,7 +175,7 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
             )
     _refuse_heads(index.modules, styles, ranks)
     refuse_adapters(index)
-    refuse_random(index, "tensor", ranks)
+    refuse_random(index, "tensor", ranks, dropout=not plan.trial)
     if plan.sequence:
         parts_of(index.modules, plan, styles)
 
@@ -211,10 +211,10 @@ def _refuse_heads(modules: Mapping[str, nn.Module], styles: Mapping[str, str], r
             )
 
 
-def refuse_random(index: Index, axis: str, ranks: int) -> None:
+def refuse_random(index: Index, axis: str, ranks: int, *, dropout: bool = True) -> None:
     """Raise ValueError for what is drawn at random, or summed over a batch, inside a module that ranks share."""
     for name, module in index.modules.items():
-        if isinstance(module, _DROPOUT) and module.p > 0:
+        if dropout and isinstance(module, _DROPOUT) and module.p > 0:
             raise ValueError(
                 f"{axis}={ranks}: {name!r} drops values at random (p={module.p}), and ranks that share its work would "
                 "drop different ones; set it to 0"

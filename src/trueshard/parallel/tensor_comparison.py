@@ -3,11 +3,14 @@
 Both are copies with the same random weights. Those of ranks are cut by the code of ``tensor`` itself, and computed by
 threads, so that a comparison needs no communication and leaves nobody waiting. Gradients of large matrices are left
 out: they follow from the gradients on both sides.
+All begin with one state of generators: what they draw for whole tensors is the same, and draws for parts are seen.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +25,7 @@ from trueshard.model.names import Held
 from trueshard.model.regions import placed_region, take
 from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.module_copies import LARGE, copy_tree, random_values, real_values
+from trueshard.parallel.random_streams import random_states, set_random_states
 from trueshard.parallel.sequence import Parts, split_ends
 from trueshard.parallel.tensor import Sums, add_sums, placement_of, share_modules
 from trueshard.parallel.tp_styles import REPLICATE
@@ -37,7 +41,8 @@ _KERNELS = {"_experts_implementation": ("eager",), "_attn_implementation": ("sdp
 """Settings of transformers → kernels that compute on the CPU, in float64."""
 
 Results = dict[tuple[str, str], torch.Tensor | None]
-"""("output" | "input" | "parameter" | "module", number or name) → what was returned, or a gradient."""
+"""("output" | "input" | "parameter" | "module", number or name) → what was returned, or a gradient; ("draws", name of a
+module) → a hash of the generator's state when it returned."""
 
 
 class NotTried(Exception):
@@ -72,20 +77,31 @@ class Comparison:
             forward = module.__dict__.get("forward")
             if forward is not None and getattr(forward, "__self__", None) is not module:  # it would call the original's
                 raise NotTried(f"the forward of {self._full(name)!r} was replaced")
-        with torch.random.fork_rng(devices=[]):
-            for dtype in (torch.float64, torch.float32) if elements < LARGE << 6 else (torch.float32,):
+        dtypes = (torch.float64, torch.float32) if elements < LARGE << 6 else (torch.float32,)
+        before = random_states(None)
+        try:  # in training, where it may draw; else as it is evaluated
+            for training, dtype in itertools.product((True, False), dtypes):
                 try:
-                    return self._run(_cast([args, kwargs], dtype), dtype)
+                    return self._run(_cast([args, kwargs], dtype), dtype, training)
                 except NotTried as error:
                     why = str(error)
+        finally:
+            set_random_states(before)
         raise NotTried(why)
 
-    def _run(self, inputs: Any, dtype: torch.dtype) -> dict[str, str]:
+    def _run(self, inputs: Any, dtype: torch.dtype, training: bool) -> dict[str, str]:
         noise = torch.Generator().manual_seed(0)
         values = {id(p): random_values(p.detach(), noise, dtype) for p in self.module.parameters()}
-        why = ""
+        why, states = "", random_states(None)
+
+        def run_pass(copied: nn.Module) -> Results:
+            set_random_states(states)
+            copied.train(training)
+            return self._pass(copied, inputs)
+
         try:
-            whole = self._pass(self._copy(values, dtype), inputs)
+            whole = run_pass(self._copy(values, dtype))
+            draws = random_states(None) != states
         except Exception as error:  # whatever a forward raises that was given something unexpected
             why = f"{type(error).__name__}: {one_line(error, 120)}"
         if why:
@@ -93,18 +109,21 @@ class Comparison:
         outputs = [value for (kind, _), value in whole.items() if kind == "output" and value is not None]
         if not outputs or not all(bool(output.isfinite().all()) for output in outputs):
             raise NotTried("it returns no finite numbers")
+
+        def run_rank(rank: int, group: Any) -> Results:
+            return run_pass(self._cut(values, dtype, rank, group))
+
         try:
-            parts = _torch.run_as_ranks(
-                self.ranks, lambda rank, group: self._pass(self._cut(values, dtype, rank, group), inputs)
-            )
+            parts = _torch.run_as_ranks(self.ranks, run_rank, lambda: random_states(None), set_random_states)
             added, fault = self._compare(whole, parts)
         except Exception as error:
             added, fault = {}, f"fails ({type(error).__name__}: {one_line(error, 160)})"
         if fault:
-            again = self._pass(self._copy(values, dtype), inputs)
+            again = run_pass(self._copy(values, dtype))
             if any(_off(value, again[key]) for key, value in whole.items()):
-                raise NotTried("it draws random numbers")
-            raise ValueError(self._message(fault))
+                raise NotTried("it returns something else each time")
+            hint = "; it draws random numbers: for a rank's part set dropout and noise to 0" if draws else ""
+            raise ValueError(self._message(f"{fault}{hint}"))
         return added
 
     # Copies
@@ -165,6 +184,7 @@ class Comparison:
 
             def note(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
                 results["module", path] = next((each.detach() for each in _floats_in(output)), None)
+                results["draws", path] = torch.tensor(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
             handles.append(module.register_forward_hook(note))
         args, kwargs = _leaves(inputs, given)
@@ -192,7 +212,10 @@ class Comparison:
         sizes = [_size(value) for (kind, _), value in whole.items() if kind in ("input", "parameter")]
         floor, added = _ABSOLUTE * max(sizes, default=0.0), dict[str, str]()
         for (kind, name), value in whole.items():
-            if kind == "module":
+            if kind == "draws" and any(part.get((kind, name), value) != value for part in parts):
+                return {}, f"ranks draw other numbers of random values, as is seen when {self._full(name)!r} returns"
+        for (kind, name), value in whole.items():
+            if kind in ("module", "draws"):
                 continue
             held = held_by_name[name] if kind == "parameter" else None
             found = [part.get((kind, name)) for part in parts]

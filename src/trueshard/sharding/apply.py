@@ -33,6 +33,7 @@ from trueshard.parallel import experts
 from trueshard.parallel.balancing import balance_over_ranks
 from trueshard.parallel.collectives import LastInput
 from trueshard.parallel.context import share_attention
+from trueshard.parallel.random_streams import draw_alike
 from trueshard.parallel.sequence import Parts, split_ends
 from trueshard.parallel.tensor import arrived_on, cut
 from trueshard.plans import MixedPrecision, Plan, Unit
@@ -81,6 +82,8 @@ def apply(
     shared = axes.along.get("tensor") or arrived
     # Gathered, a parameter is on the axis along which it is cut, alone.
     runtime.meshes |= {*axes.along.values(), *([shared] if shared is not None else [])}
+    of_one_process = [along.get_group() for along in (axes.along.get("context"), shared) if along is not None]
+    runtime.before_pass.append(draw_alike(of_one_process, device_of(mesh)))
     if axes.all.size() > 1:
         before_pass, after_pass = balance_over_ranks(root, plan, mesh)
         runtime.before_pass.append(before_pass)
