@@ -84,10 +84,8 @@ def _check(batch: Mapping[str, Any]) -> None:
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             continue
-        shape, by_position = (
-            tuple(value.shape),
-            value.ndim > 1 and value.shape[1] == length and value.shape[0] in (1, rows),
-        )
+        shape = tuple(value.shape)
+        by_position = value.ndim > 1 and shape[1] == length and shape[0] in (1, rows)
         is_mask = key == "attention_mask" and value.ndim == 4 and shape[2:] == (length, length)
         if not (by_position or is_mask or shape in ((), (rows,))):
             raise ValueError(
@@ -133,12 +131,8 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
             f"position_ids: {_torch.own_class(model).__name__} counts them by the mask, which has padding before "
             "tokens: give them"
         )
-    if (
-        positions is not None
-        and given_mask is None
-        and not trial.keeps_apart
-        and bool((positions.diff(dim=1) != 1).any())
-    ):
+    sees_all = given_mask is None and not trial.keeps_apart
+    if positions is not None and sees_all and bool((positions.diff(dim=1) != 1).any()):
         raise ValueError(
             f"position_ids: {_torch.own_class(model).__name__} does not keep packed documents apart: each would see "
             "those before it; give one document a sequence, or a 4-D attention_mask"

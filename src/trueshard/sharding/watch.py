@@ -31,7 +31,6 @@ from trueshard.errors import ReplicasDiffer
 from trueshard.model import agreement, names
 from trueshard.model.regions import replicated_dims
 from trueshard.optim.seeded_random import DRAWS
-from trueshard.optim.ties import Tie
 from trueshard.sharding.hooks import Runtime
 
 FIRST = (1, 2)
@@ -112,7 +111,11 @@ class Watch:
             differs |= (largest != ~complement).int()
         if not any(all_reduce(differs, self._runtime.axes.all, dist.ReduceOp.MAX).tolist()):
             return
-        here = [difference for tie, hashes_there in ties for difference in _differences_of_tie(tie, hashes_there)]
+        here = [
+            _Difference("parameter", tie.name, "pipeline", tuple(tie.holders), math.inf)
+            for tie, hashes_there in ties
+            if (hashes_there != hashes_there[0]).any()
+        ]
         for common, of_items in zip(everything, hashes, strict=True):
             here += _differences(common, of_items)
         everywhere = set().union(*gather_objects(here, self._runtime.axes.all))
@@ -125,6 +128,8 @@ class Watch:
         """
         axes, is_first = self._runtime.axes, next(iter(self._steps)) is optimizer
         axis_of = axes.groups
+        # Ranks of the tensor axis hold the same of what is whole on each.
+        tensor_groups = [axes.along["tensor"].get_group()] if "tensor" in axes.along else []
         result: dict[str, _Common] = {}
 
         def add(groups: Iterable[dist.ProcessGroup], *items: _Item) -> None:
@@ -138,7 +143,7 @@ class Watch:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter, is_whole in self._parameters():
             if id(parameter) in own or (is_first and not parameter.requires_grad):
-                groups = [*_groups(parameter), *(_tensor_group(axes) if is_whole else ())]
+                groups = [*_groups(parameter), *(tensor_groups if is_whole else ())]
                 items = [_Item("parameter", name, parameter)]
                 if id(parameter) in own and parameter.requires_grad:
                     items.append(_Item("gradient", name, parameter.grad))
@@ -205,11 +210,6 @@ def _groups(parameter: Any) -> list[dist.ProcessGroup]:
     return [parameter.device_mesh.get_group(dim) for dim in replicated_dims(parameter)]
 
 
-def _tensor_group(axes: Any) -> list[dist.ProcessGroup]:
-    """Return the group of the tensor axis, whose ranks hold the same of what is whole on each; none: no such axis."""
-    return [axes.along["tensor"].get_group()] if "tensor" in axes.along else []
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if a tensor has memory of bits to read: it is not on meta, sparse or of a class of its own (quantised)."""
     local = _torch.local(tensor)
@@ -240,13 +240,6 @@ def _differences(common: _Common, hashes: torch.Tensor) -> list[_Difference]:
         distance = math.inf if 0 in column else _distance(item, common.group, hashes.device)
         result.append(_Difference(item.kind, item.name, common.axis, few, distance))
     return result
-
-
-def _differences_of_tie(tie: Tie, hashes: torch.Tensor) -> list[_Difference]:
-    """Return the difference between copies on stages of a pipeline, if there is one."""
-    if bool((hashes == hashes[0]).all()):
-        return []
-    return [_Difference("parameter", tie.name, "pipeline", tuple(tie.holders), math.inf)]
 
 
 def _distance(item: _Item, group: dist.ProcessGroup, device: torch.device) -> float:
