@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,22 @@ foreach_norm: Any = getattr(torch, "_foreach_norm", None) or _norm_each
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested containers, the ones registered with ``torch.utils._pytree`` too."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with ``function`` called on each leaf of nested lists, tuples and mappings; their types stay."""
+    if isinstance(value, Mapping):
+        made = {key: mapped(function, item) for key, item in value.items()}
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        items = [mapped(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return function(value)
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """Return ``value`` with its tensors on a device, as ``mapped`` does it."""
+    return mapped(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def call_with_gradient(tensor: torch.Tensor, function: Callable[[torch.Tensor | None], Any]) -> None:

@@ -280,13 +280,7 @@ def _floats_in(output: Any) -> list[torch.Tensor]:
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return nested arguments with ``function`` of each tensor, and copies of what else a forward may write to."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, function) for each in value)
-    if type(value) is dict:
-        return {key: _mapped(each, function) for key, each in value.items()}
-    return copy.deepcopy(value)
+    return _torch.mapped(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), value)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

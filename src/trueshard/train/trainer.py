@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trueshard import _torch
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.distributed import device_of
@@ -28,7 +29,6 @@ from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.optim.seeded_random import sample_rng
-from trueshard.planner.inputs.fake_tensors import to_device
 from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
@@ -435,7 +435,7 @@ class Trainer:
     def _local(self, batch: Any) -> Any:
         """Return what this rank computes of a microbatch, on its device: a part of each sequence if ranks share it."""
         if self._axes is None or "context" not in self._axes.along:
-            return to_device(batch, self.device)
+            return _torch.to_device(batch, self.device)
         return split_sequence(self.model, batch)
 
     def _tell(self, event: str, *arguments: Any) -> None:

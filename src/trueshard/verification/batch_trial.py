@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trueshard.planner.inputs.fake_tensors import mapped, to_device
+from trueshard import _torch
 from trueshard.verification.subjects import FactorySubject, Subject, TrainingSetup, tensors_of
 
 ROUNDINGS = 64
@@ -26,7 +26,7 @@ def batch_notes(subject: Subject, setup: TrainingSetup) -> list[str]:
     if not isinstance(subject, FactorySubject) or subject.case.parts < 2:
         return []
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts = [to_device(subject.microbatches(1, part)[0], device) for part in range(2)]
+    parts = [_torch.to_device(subject.microbatches(1, part)[0], device) for part in range(2)]
     dtypes = {p.dtype for p in setup.model.parameters() if p.is_floating_point()}
     eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     setup.model.eval()  # nothing is dropped at random
@@ -68,4 +68,4 @@ def _joined(parts: Sequence[Any]) -> Any:
         pieces = [leaf, *(next(other) for other in others)]
         return torch.cat(pieces) if leaf.ndim else leaf
 
-    return mapped(join, parts[0])
+    return _torch.mapped(join, parts[0])

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import trueshard
+from trueshard import _torch
 from trueshard._torch import own_class
 from trueshard.axes import sizes_of
 from trueshard.checkpoint.state import seed_all
@@ -37,7 +38,6 @@ from trueshard.options import Options
 from trueshard.planner.inputs import factories
 from trueshard.planner.inputs.batches import model_feed, model_loss
 from trueshard.planner.inputs.factories import Original, TrainingParts
-from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.inputs.workloads import checked, optimizers_of
 from trueshard.plans import Plan
 from trueshard.train.losses import CausalLoss, Loss, Mean, PreferenceLoss
@@ -331,8 +331,8 @@ class FactorySubject(Subject):
             is_rows = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
             return leaf.tensor_split(parts)[place] if is_rows else leaf
 
-        local = mapped(lambda leaf: cut(leaf, part), batch)
-        other = mapped(lambda leaf: cut(leaf, (part + 1) % parts), batch)
+        local = _torch.mapped(lambda leaf: cut(leaf, part), batch)
+        other = _torch.mapped(lambda leaf: cut(leaf, (part + 1) % parts), batch)
         pairs = zip(tensors_of(local), tensors_of(other), strict=True)
         if parts > 1 and all(torch.equal(one, two) for one, two in pairs):
             raise ValueError(
@@ -357,7 +357,7 @@ def _called(function: Callable[..., Any], samples: int, sequence: int, name: str
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     result: list[torch.Tensor] = []
-    mapped(lambda leaf: result.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
+    _torch.mapped(lambda leaf: result.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
     return result
 
 

@@ -25,7 +25,6 @@ from trueshard.checkpoint.state import seed_all
 from trueshard.errors import UserError
 from trueshard.model.names import named_modules, unwrap
 from trueshard.optim.exact import loss_on_grid
-from trueshard.planner.inputs.fake_tensors import to_device
 from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import Named
@@ -126,7 +125,7 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
         last = place == len(microbatches)
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
-            moved = to_device(batch, device)
+            moved = _torch.to_device(batch, device)
             value = setup.loss(setup.model, moved if context is None else trueshard.split_sequence(setup.model, moved))
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"

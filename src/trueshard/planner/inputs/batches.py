@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from trueshard import _torch
 from trueshard.model import names
-from trueshard.planner.inputs.fake_tensors import mapped
 
 MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -88,7 +87,7 @@ def example_feed(example: Any, loss: Loss) -> Feed:
                 return torch.zeros((microbatch, *shape[1:]) if is_batched else shape, dtype=value.dtype)
             return value[torch.arange(microbatch) % rows] if is_batched else value.clone()
 
-        return mapped(like_example, example)
+        return _torch.mapped(like_example, example)
 
     return Feed(batch, loss, int(ids[0].shape[1]) if ids else 1)
 

@@ -15,7 +15,7 @@ import copy
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,22 +40,6 @@ _VALUE_METHODS = {
     getattr(torch.Tensor, name): f".{name}()"
     for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 }
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return ``value`` with ``function`` called on each leaf of nested lists, tuples and mappings; their types stay."""
-    if isinstance(value, Mapping):
-        made = {key: mapped(function, item) for key, item in value.items()}
-        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)):
-        items = [mapped(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return function(value)
-
-
-def to_device(value: Any, device: torch.device | str) -> Any:
-    """Return ``value`` with its tensors on a device, as ``mapped`` does it."""
-    return mapped(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 # Fake stand-ins
@@ -151,7 +135,7 @@ def replace_plain(
     for module in model.modules():
         for key, value in plain_attributes(module).items():
             if any(map(is_old, _torch.tensors_in(value))):
-                vars(module)[key] = mapped(replaced, value)
+                vars(module)[key] = _torch.mapped(replaced, value)
 
 
 # Building on the meta device

@@ -34,7 +34,6 @@ from trueshard.planner.inputs.factories import (
     named_configuration,
     read_configuration,
 )
-from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.planner.workload import Workload
 from trueshard.plans import dtype_name
 
@@ -128,7 +127,7 @@ class _Made:
         return model
 
     def batch(self, microbatch: int, sequence: int) -> Any:
-        return mapped(_off_meta, self.parts.batch(microbatch, sequence))
+        return _torch.mapped(_off_meta, self.parts.batch(microbatch, sequence))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         assert self.parts.loss is not None

@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional
 
 from trueshard import _torch
-from trueshard.planner.inputs.fake_tensors import mapped
 
 _ALIGNED = 16
 """A mask's rows are a multiple of so many elements. Source: ``pad_bias`` of ATen/native/transformers/attention.cpp."""
@@ -116,7 +115,7 @@ def _values_as_array(tensor: torch.Tensor, **options: Any) -> Any:
 def _tensor_of_values(data: Any, **options: Any) -> torch.Tensor:
     """Return ``torch.tensor(data)``, where lists may hold fake tensors: their values are as ``item`` gives them."""
     if isinstance(data, (list, tuple)) and any(map(_torch.is_fake, _torch.tensors_in(data))):
-        data = mapped(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, data)
+        data = _torch.mapped(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, data)
     return _TENSOR(data, **options)
 
 

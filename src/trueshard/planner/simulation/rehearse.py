@@ -26,7 +26,7 @@ from trueshard.checkpoint.materialise import give_memory
 from trueshard.model import names
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.hardware import Hardware
-from trueshard.planner.inputs.fake_tensors import replace_plain, to_device
+from trueshard.planner.inputs.fake_tensors import replace_plain
 from trueshard.planner.report.summary import duration
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import (
@@ -203,7 +203,7 @@ def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None
     def step() -> None:
         with device:
             batches = [workload.batch(job.microbatch, workload.sequence) for _ in range(job.accumulation)]
-        batches = to_device(batches, device)
+        batches = _torch.to_device(batches, device)
         run_step(workload, model, optimizers, batches)
 
     return step

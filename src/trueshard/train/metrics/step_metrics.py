@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trueshard._torch import mapped
 from trueshard.errors import UserError
 from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
-from trueshard.planner.inputs.fake_tensors import mapped
 from trueshard.train.data.loader import Loader
 from trueshard.train.trainer import Callback, Trainer, over_ranks
 
