@@ -150,7 +150,7 @@ class Options(AppliedOptions):
         node. Or a table from globs over names of modules to styles, with ``"ranks"``, the number of ranks, unless a
         mesh has it, and ``"sequence"``: true if each rank holds its part of the sequence between matrices, which saves
         memory. Before that, one block of each class is tried on a few tokens, whole and in parts; ``"trial"``: false
-        leaves it out.""",
+        leaves it out, and the trial of what depends on other samples of a batch.""",
         text=int | dict[str, bool | int | str],
         least=1,
     )

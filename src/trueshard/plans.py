@@ -211,7 +211,7 @@ class Plan(AppliedOptions):
     sequence: bool = False
     """True if each of the ``tensor`` ranks holds a part of the sequence between matrices."""
     trial: bool = True
-    """True if ``shard()`` tries whether ``tensor`` ranks compute what one process does."""
+    """True if trials ask whether ranks with parts of matrices, or of a batch, compute what one process does."""
     tried: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Results of these trials, in sentences; not read when the plan is applied."""
     ranks: tuple[int, ...] = ()
@@ -274,10 +274,10 @@ class Plan(AppliedOptions):
 
     @property
     def trials(self) -> tuple[str, ...]:
-        """Trials of the tensor axis, in sentences."""
-        if self.tensor > 1 and not self.trial:
-            return (f'tensor={self.tensor} was not tried: "trial" is false.',)
-        return tuple(f"tensor={self.tensor}, tried: {sentence}." for sentence in self.tried)
+        """Trials of the tensor axis and of batches, in sentences."""
+        if not self.trial:
+            return ('What ranks compute from parts of matrices and batches was not tried: "trial" is false.',)
+        return tuple(f"Tried: {sentence}." for sentence in self.tried)
 
     def unit(self, name: str) -> Unit:
         """Return the unit called ``name``, or the one with a module of that name.

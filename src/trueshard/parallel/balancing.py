@@ -17,7 +17,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,9 +40,7 @@ def balance_over_ranks(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> tuple[C
 
     ``mesh``: ranks over which gradients are averaged.
     """
-    classes = {cls for module in root.modules() for cls in type(module).__mro__}
-    files = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes}) if name in sys.modules]
-    replacements = [(file, _over_ranks(file[NAME], plan, mesh)) for file in files if callable(file.get(NAME))]
+    replacements = [(file, _over_ranks(file[NAME], plan, mesh)) for file in files_of(root)]
     replaced = contextlib.ExitStack()
 
     def before() -> None:
@@ -51,6 +49,26 @@ def balance_over_ranks(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> tuple[C
             file[NAME] = function
 
     return before, replaced.close
+
+
+def files_of(root: nn.Module) -> list[dict[str, Any]]:
+    """Return the files with such a function that classes of a model come from."""
+    classes = {cls for module in root.modules() for cls in type(module).__mro__}
+    files = [vars(sys.modules[name]) for name in sorted({cls.__module__ for cls in classes}) if name in sys.modules]
+    return [file for file in files if callable(file.get(NAME))]
+
+
+@contextlib.contextmanager
+def left_out(files: list[dict[str, Any]]) -> Iterator[None]:
+    """Make these functions give 0."""
+    originals = [file[NAME] for file in files]
+    for file in files:
+        file[NAME] = lambda *args, **kwargs: torch.zeros(())
+    try:
+        yield
+    finally:
+        for file, original in zip(files, originals, strict=True):
+            file[NAME] = original
 
 
 def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> Callable[..., Any]:

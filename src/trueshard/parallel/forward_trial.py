@@ -220,7 +220,8 @@ def copy_without_hooks(module: nn.Module) -> nn.Module:
     """Return a shallow copy, whose calls the user's hooks do not see; the module stays as it is."""
     copied: nn.Module = object.__new__(_torch.own_class(module))
     copied.__dict__.update(module.__dict__)
-    copied.__dict__.pop(_torch.COMPILED_CALL, None)
+    for key in (_torch.COMPILED_CALL, "_output_capturing_hooks_installed"):  # a mark of transformers, of its hooks
+        copied.__dict__.pop(key, None)
     copied.__dict__.update({key: OrderedDict() for key in module.__dict__ if key.endswith("_hooks")})
     return copied
 

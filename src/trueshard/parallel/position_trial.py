@@ -14,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from trueshard import _torch
 from trueshard.model import names
 from trueshard.parallel.forward_trial import list_of, run_holder
-from trueshard.parallel.module_copies import LARGE, kind_of, random_copy
+from trueshard.parallel.module_copies import CheapMatrices, kind_of, random_copy
 from trueshard.parallel.random_streams import random_states, set_random_states
 
 LENGTH = 11
@@ -107,7 +105,7 @@ class _Trial:
         arguments = []
         for values in (tokens, other):
             reading = _read_modules(copied, self.module_names.get(id(module), ""))
-            with _CheapMatrices():
+            with CheapMatrices():
                 copied(values, *args, **kwargs)
             readings.append(reading.results)
             reading.remove()
@@ -159,7 +157,7 @@ class _Child(nn.Module):
             self.is_tried = True
             if args[0].shape[:2] == (1, LENGTH) and not self.trial.why:
                 self.trial._try(self.__dict__["child"], args[0], args[1:], kwargs)
-        with _CheapMatrices():
+        with CheapMatrices():
             return self.copied(*args, **kwargs)
 
 
@@ -187,7 +185,7 @@ def _find_draw(copied: nn.Module, tokens: torch.Tensor, args: Any, kwargs: Any) 
     for key, child in copied.named_modules():
         child.register_forward_hook(lambda *_, key=key: places.append(key) if random_states(None) != states else None)
     copied.train()
-    with contextlib.suppress(Exception), _CheapMatrices():  # in training it may take more than a trial gives it
+    with contextlib.suppress(Exception), CheapMatrices():  # in training it may take more than a trial gives it
         outputs = [_torch.tensors_in(copied(tokens, *args, **kwargs)) for _ in range(2)]
     set_random_states(states)
     return places[0] if places and len(outputs) == 2 and not _same(*outputs) else None
@@ -205,14 +203,3 @@ def _same_elsewhere(one: torch.Tensor, two: torch.Tensor) -> bool:
     others = torch.tensor([place for place in range(LENGTH) if place != _PLACE])
     pairs = ((t.index_select(dim, others).double() for t in (one, two)) for dim in dims)
     return any(torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True) for first, second in pairs)
-
-
-class _CheapMatrices(TorchFunctionMode):
-    """Multiply by large matrices at the cost of a sum: all features of a token are mixed, and no others."""
-
-    def __torch_function__(self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and len(args) > 1 and args[1].numel() >= LARGE:
-            inputs, (rows, columns) = args[0], args[1].shape
-            features = torch.arange(rows).remainder(columns)
-            return inputs[..., features] + inputs.sum(-1, keepdim=True) / columns**0.5
-        return function(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ from trueshard.model import names
 from trueshard.model.names import Held
 from trueshard.model.regions import placed_region, take
 from trueshard.parallel.collectives import LastInput
-from trueshard.parallel.module_copies import LARGE, copy_tree, random_values, real_values
+from trueshard.parallel.module_copies import LARGE, copy_on_cpu, random_values, replaced_forward
 from trueshard.parallel.random_streams import random_states, set_random_states
 from trueshard.parallel.sequence import Parts, split_ends
 from trueshard.parallel.tensor import Sums, add_sums, placement_of, share_modules
@@ -37,8 +37,6 @@ _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 wrong is so by far more, and modules may compute in float32 by themselves."""
 _MOST = 1 << 31
 """Elements of a module that a comparison takes at most."""
-_KERNELS = {"_experts_implementation": ("eager",), "_attn_implementation": ("sdpa", "eager")}
-"""Settings of transformers → kernels that compute on the CPU, in float64."""
 
 Results = dict[tuple[str, str], torch.Tensor | None]
 """("output" | "input" | "parameter" | "module", number or name) → what was returned, or a gradient; ("draws", name of a
@@ -73,10 +71,8 @@ class Comparison:
         elements = sum(parameter.numel() for parameter in self.module.parameters())
         if elements > _MOST:
             raise NotTried(f"it has {elements:,} parameters, and a trial takes {_MOST:,}")
-        for name, module in names.named_modules(self.module):
-            forward = module.__dict__.get("forward")
-            if forward is not None and getattr(forward, "__self__", None) is not module:  # it would call the original's
-                raise NotTried(f"the forward of {self._full(name)!r} was replaced")
+        if (name := replaced_forward(self.module)) is not None:
+            raise NotTried(f"the forward of {self._full(name)!r} was replaced")
         dtypes = (torch.float64, torch.float32) if elements < LARGE << 6 else (torch.float32,)
         before = random_states(None)
         try:  # in training, where it may draw; else as it is evaluated
@@ -129,23 +125,11 @@ class Comparison:
     # Copies
 
     def _copy(self, values: Mapping[int, torch.Tensor], dtype: torch.dtype) -> nn.Module:
-        noise = torch.Generator().manual_seed(1)
-        configs: dict[int, Any] = {}
-        for _, module in names.named_modules(self.module):
-            config = module.__dict__.get("config")
-            for key, kernels in _KERNELS.items():
-                if getattr(config, key, kernels[0]) not in kernels:
-                    configs.setdefault(id(config), copy.copy(config)).__dict__[key] = kernels[0]
-
         def parameter(original: torch.Tensor) -> nn.Parameter:
             value = values[id(original)]
             return nn.Parameter(value, requires_grad=value.is_floating_point() and original.numel() < LARGE)
 
-        def buffer(original: torch.Tensor) -> torch.Tensor:
-            value = real_values(original.detach(), noise)
-            return value.to(dtype) if value.is_floating_point() else value.clone()
-
-        return copy_tree(self.module, parameter, buffer, replaced=configs)
+        return copy_on_cpu(self.module, parameter, dtype)
 
     def _cut(self, values: Mapping[int, torch.Tensor], dtype: torch.dtype, rank: int, group: Any) -> nn.Module:
         """Return a rank's copy, as ``tensor.cut`` makes the model."""

@@ -24,6 +24,7 @@ from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
 from trueshard.options import Options
+from trueshard.parallel.batch_trial import BatchTrial
 from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
 from trueshard.plans import Plan, check_options
 from trueshard.sharding import apply, exact
@@ -66,6 +67,8 @@ def shard(
         agreement.agree_on_structure(before, facts, mesh)
         with agreement.together(mesh):
             resolved, untried = try_plan(index, resolved, mesh)
+            several = resolved.trial and axes.data.size() > 1 and not distributed.is_simulated(mesh)
+            batch_trial = BatchTrial(index, resolved) if several else None
         hooked = [p.name for p in index.parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
@@ -84,6 +87,7 @@ def shard(
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 bind(optimizer, verdict)
             try_in_first_pass(index.modules, untried)
+            sharded(model).batch_trial = batch_trial
     except BaseException:
         snapshot.restore()
         registry.discard(names.unwrap(model))

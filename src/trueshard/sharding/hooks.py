@@ -105,6 +105,8 @@ class Runtime(ShardedModel):
         """Present if gradients are to be the same bits at any number of ranks."""
         self.watch: Any = None
         """``Watch`` of what ranks hold in common, if there is more than one and ``plan.watch`` asks for it."""
+        self.batch_trial: Any = None
+        """``BatchTrial`` of a model whose batch several ranks share, unless ``plan.trial`` is False."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None
@@ -163,7 +165,9 @@ class Runtime(ShardedModel):
         root.register_load_state_dict_pre_hook(_shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
         begin, end = torch.compiler.disable(self.begin), torch.compiler.disable(self.end)
-        root.register_forward_pre_hook(lambda *_: begin(), prepend=True)  # [Note: Order of hooks]
+        root.register_forward_pre_hook(  # [Note: Order of hooks]
+            lambda _, args, kwargs: begin("forward", args, kwargs), prepend=True, with_kwargs=True
+        )
         root.register_forward_hook(lambda _module, _args, output: end(output))
         root.register_forward_hook(lambda *_: self.leave(), always_call=True)
 
@@ -181,9 +185,14 @@ class Runtime(ShardedModel):
 
     # Around a pass
 
-    def begin(self) -> None:
-        """Begin a pass; ``leave`` must follow."""
+    def begin(self, method: str = "", args: Any = (), kwargs: Any = None) -> None:
+        """Begin a pass, by a method with these arguments; ``leave`` must follow."""
         if not self.is_in(State.PASS) and not _torch.in_backward():
+            trial = self.batch_trial
+            training = self.root.training
+            if trial is not None and torch.is_grad_enabled() and method and (method, training) not in trial.asked:
+                tried = trial.ask(method, args, kwargs or {}, training)
+                self.plan = dataclasses.replace(self.plan, tried=(*self.plan.tried, tried))
             self._begin_outermost()
         self.states.append(State.PASS)
 

@@ -73,7 +73,7 @@ def in_a_pass(
         if module is not runtime.root:
             return gathered(*args, **kwargs)
         try:
-            runtime.begin()
+            runtime.begin(function.__name__, args, kwargs)
             output = gathered(*args, **kwargs)
             runtime.end(output)
             return output

@@ -1,23 +1,18 @@
 """Ask by trial whether a loss of one sample follows from the others of its batch: each rank has a part of them.
 
-Of parts a and b, the losses of a, b, (a, b) and (a, a, b) tell: a sum over samples adds up, and a mean has weights,
-which the first three give and the fourth must fit. A loss with negatives from the batch, or with a product of means, is
-neither.
+What the model itself computes is asked in its first pass, in every run; here the loss may be the user's own function.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from trueshard import _torch
+from trueshard.parallel.batch_trial import is_mean_or_sum
 from trueshard.verification.subjects import FactorySubject, Subject, TrainingSetup, tensors_of
-
-ROUNDINGS = 64
-"""Distance, in units of the dtype's eps and of the largest loss, that is no more than rounding."""
 
 
 @torch.no_grad()
@@ -44,13 +39,8 @@ def follows_from_batch(loss: Callable[[Any], float], parts: Sequence[Any], eps: 
     ``parts``: two batches; tensors of at least one dimension are joined along the first.
     """
     a, b = (loss(part) for part in parts)
-    both, more = loss(_joined(parts)), loss(_joined([parts[0], *parts]))
-    slack = ROUNDINGS * max(eps, torch.finfo(torch.float32).eps) * max(abs(a), abs(b))
-    adds_up = math.isclose(both, a + b, abs_tol=slack) and math.isclose(more, 2 * a + b, abs_tol=slack)
-    share = (both - b) / (a - b) if abs(a - b) > slack else 0.5  # the weight of a in (a, b)
-    expected = (2 * share * a + (1 - share) * b) / (1 + share) if share != -1 else math.inf
-    in_between = min(a, b) - slack <= both <= max(a, b) + slack
-    if adds_up or (in_between and math.isclose(more, expected, abs_tol=4 * slack)):
+    both = loss(_joined(parts))
+    if is_mean_or_sum(a, b, both, loss(_joined([parts[0], *parts])), eps):
         return []
     return [
         f"The loss of a sample follows from the others of its batch: {a:.6g} and {b:.6g} of two parts are {both:.6g} "

@@ -305,6 +305,7 @@ def sharded(case: Case, progress: Progress) -> dict[str, Any]:
     result["structure at the end"] = compare.differences(ending, expected.ending)
     result["in common"] = compare.unequal_copies(setup.model)
     runtime = runtime_of(unwrap(setup.model))
+    result["plan"] = setup.plan if runtime is None else runtime.plan
     result["checks"] = 0 if runtime is None or runtime.watch is None else runtime.watch.checks
     result["steps"], comparer.compared = comparer.compared, []
     try:
