@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
-from trueshard.distributed import device_of, gather_objects
+from trueshard.distributed import device_of
 from trueshard.model import agreement, names
 from trueshard.parallel.collectives import part_of
 from trueshard.parallel.context import language_model, mask_trial
@@ -62,7 +62,7 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
     full = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    _agree(full, mesh)
+    _agree(full, group)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")
@@ -101,19 +101,29 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
     return {**batch, "labels": targets, "shift_labels": targets}
 
 
-def _agree(batch: Mapping[str, Any], context: DeviceMesh) -> None:
+def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
-    tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    checksums = torch.stack([agreement.checksum(tensor) for tensor in tensors.values()]).tolist()
-    mine = {key: (tuple(tensors[key].shape), value) for key, value in zip(tensors, checksums, strict=True)}
-    everyone = gather_objects(mine, context)
-    if any(theirs != mine for theirs in everyone):
-        differing = [key for key in mine if any(theirs.get(key) != mine[key] for theirs in everyone)]
-        which = ", ".join(differing) if all(theirs.keys() == mine.keys() for theirs in everyone) else "tensors"
+    tensors = sorted((key, value) for key, value in batch.items() if isinstance(value, torch.Tensor))
+    checksums = torch.stack([_with_shape(tensor) for _, tensor in tensors])
+    count = torch.tensor([len(tensors)], device=checksums.device)
+    every = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(every, count, group=group)
+    which = "tensors"
+    if len({int(count) for count in every}) == 1:
+        received = [torch.empty_like(checksums) for _ in range(group.size())]
+        dist.all_gather(received, checksums, group=group)
+        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
+        which = ", ".join(key for (key, _), differs in zip(tensors, differing, strict=True) if differs)
+    if which:
         raise ValueError(
             f"the ranks that share a sequence were given different {which}: let a sample's number follow from the rank "
             "along replicate and shard alone"
         )
+
+
+def _with_shape(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum, 0-dim int64, that depends on the shape too."""
+    return agreement.checksum(tensor) + sum(size * 1_000_003**dim for dim, size in enumerate(tensor.shape))
 
 
 def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
