@@ -127,8 +127,9 @@ def _steps(setting: Setting) -> Iterator[Callable[[], None]]:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = workload.model()
     optimizers = list(workload.optimizers(model))
-    # A forecast leaves out what comparisons of ranks hold for a moment, after a step.
+    # A forecast leaves out what comparisons of ranks hold for a moment after a step, and trials before the first.
     engine.shard(model, optimizers, Options(watch=0, **setting.words), mesh)
+    engine.sharded(model).batch_trial = None
 
     def step() -> None:
         batches = [workload.batch(setting.microbatch, workload.sequence) for _ in range(setting.accumulation)]

@@ -153,6 +153,7 @@ def test_answers_are_sampled_as_by_one_process(rank: int, world_size: int, words
     assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
 
 
+@pytest.mark.rest
 @on_ranks(2)
 def test_a_compiled_forward_draws_alike(rank: int, world_size: int) -> None:
     torch.manual_seed(0)

@@ -144,6 +144,8 @@ def test_tensors() -> None:
     a.add_(1)
     assert _torch.version(a) > before
     assert [t is a for t in _torch.tensors_in({"x": [a, (1, a)], "y": None})] == [True, True]
+    assert _torch.mapped(lambda leaf: leaf + 1, {"x": [1, (2,)]}) == {"x": [2, (3,)]}
+    assert _torch.to_device((a, None), torch.device("meta"))[0].is_meta
     assert _torch.local(a) is a
 
 

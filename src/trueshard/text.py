@@ -1,4 +1,4 @@
-"""Text helpers: sizes in bytes, ranges of numbers, columns for a terminal, nearest known words; the logger.
+"""Text helpers: sizes in bytes, ranges of numbers, columns for a terminal, nearest words; TOML's reader; the logger.
 
 At INFO the logger ``trueshard`` logs the durations of shard, save, load and plan.
 """
@@ -10,10 +10,16 @@ import difflib
 import itertools
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from trueshard.errors import with_extra
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # noqa: F401
 
 logger = logging.getLogger("trueshard")
 

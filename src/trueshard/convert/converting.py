@@ -21,8 +21,9 @@ from trueshard.convert.engine import Draft, Entry, Rule, Wrong, nearest, our_fie
 from trueshard.convert.tables import ENVIRONMENT, FILES, FRAMEWORKS, Framework, table
 from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text
+from trueshard.text import tomllib
 from trueshard.train.config import Config
-from trueshard.train.parse import read_text, set_key, toml_key, toml_value, tomllib
+from trueshard.train.parse import read_text, set_key, toml_key, toml_value
 
 ASSIGNED = re.compile(r"\s*(?:(?:export|env)\s+)?[A-Za-z_][A-Za-z0-9_]*=")
 WORDS = {

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.convert.engine import NOT_ASKED, Draft, Rule, Status, Word, number, our_fields, plain, positive, text
-from trueshard.train.parse import tomllib
+from trueshard.text import tomllib
 
 FOLDER = Path(__file__).with_name("frameworks")
 NOTHING = (None, "", "none")

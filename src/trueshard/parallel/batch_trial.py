@@ -8,7 +8,7 @@ that the pass is given, and on both.
 - A buffer must not change with the samples at all: ranks do not add it up.
 
 Of blocks alike, one is kept. Batch norms compute with their running statistics, since ``shard()`` names them by class,
-and losses that ``balancing`` computes over ranks are left out. Ranks do not wait for one another.
+and losses that ``balancing`` computes over ranks are left out. The first rank tries, and others need not wait for it.
 """
 
 from __future__ import annotations

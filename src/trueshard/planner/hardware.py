@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import resources
@@ -15,12 +14,7 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trueshard.text import nearest, size
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from trueshard.text import nearest, size, tomllib
 
 Mode = Literal["eager", "compile"]
 

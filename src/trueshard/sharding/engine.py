@@ -60,15 +60,15 @@ def shard(
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
             verdicts = [classify(optimizer, exact=bool(resolved.exact)) for optimizer in optimizers]
-        facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key != "units"]
+        facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key not in ("units", "tried")]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []
         facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         with agreement.together(mesh):
             resolved, untried = try_plan(index, resolved, mesh)
-            several = resolved.trial and axes.data.size() > 1 and not distributed.is_simulated(mesh)
-            batch_trial = BatchTrial(index, resolved) if several else None
+            is_tried = resolved.trial and axes.data.size() > 1 and not distributed.is_simulated(mesh)
+            batch_trial = BatchTrial(index, resolved) if is_tried and mesh.get_rank() == int(mesh.mesh.min()) else None
         hooked = [p.name for p in index.parameters if _torch.gradient_hooks(p.tensor)[0]]
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):

@@ -106,7 +106,7 @@ class Runtime(ShardedModel):
         self.watch: Any = None
         """``Watch`` of what ranks hold in common, if there is more than one and ``plan.watch`` asks for it."""
         self.batch_trial: Any = None
-        """``BatchTrial`` of a model whose batch several ranks share, unless ``plan.trial`` is False."""
+        """``BatchTrial`` on the first of the ranks that share a batch, unless ``plan.trial`` is False."""
         self.accumulating = False
         """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None

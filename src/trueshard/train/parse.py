@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import sys
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,12 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trueshard.errors import UserError, explained, one_line
+from trueshard.text import tomllib
 from trueshard.train.config import Config
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 REPLACES = {
     "model.path": ("model.config", "model.architecture", "model.fields", "tokenizer.vocab_size"),

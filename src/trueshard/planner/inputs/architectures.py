@@ -14,8 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trueshard.planner.hardware import tomllib
-from trueshard.text import nearest
+from trueshard.text import nearest, tomllib
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TUNED = re.compile(r"(-(instruct|chat|base|it|pt|hf|thinking|\d{4}))+$")
