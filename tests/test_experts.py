@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 
 import trueshard
 from cases import on_ranks
@@ -528,6 +529,14 @@ def test_what_does_not_fit_is_refused_by_name(rank: int, world_size: int) -> Non
     refused(build("mixtral"), "model.layers.0.mlp.experts", "unit", plan=plan)
     from peft import LoraConfig, get_peft_model
 
+    for forward in (
+        lambda self, hidden, chosen, weights: type(self).__base__.forward(self, hidden, chosen, weights.square()),
+        lambda self, *tokens: functional.normalize(type(self).__base__.forward(self, *tokens), dim=0),
+    ):
+        own = build("mixtral")
+        for layer in own.model.layers:
+            layer.mlp.experts.__class__ = type("OwnExperts", (type(layer.mlp.experts),), {"forward": forward})
+        refused(own, "model.layers.0.mlp.experts", "OwnExperts", "what it returns differs", "weighted sum", experts=2)
     wrapped = get_peft_model(build("mixtral"), LoraConfig(r=2, target_parameters=["experts.down_proj"]))
     refused(wrapped, "ParamWrapper", "target_modules", experts=2)
 

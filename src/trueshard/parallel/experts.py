@@ -9,26 +9,31 @@
   the ranks that have the same experts, which are fewer than those that have different tokens: the factor that is
   missing is in autograd's graph, since FSDP2's own (``set_gradient_divide_factor``) fails for float16 and float64 where
   one rank has all.
+- That a forward is the weighted sum of what each expert makes of a token is tried, once a class (``_try``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trueshard import _torch
-from trueshard.distributed import Axes
+from trueshard.distributed import Axes, is_simulated
 from trueshard.model import experts
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
+from trueshard.parallel.module_copies import copy_on_cpu, kind_of, random_values
 from trueshard.plans import Plan
 
 
@@ -72,6 +77,61 @@ def _refuse_adapter(name: str, modules: dict[str, nn.Module], ranks: int) -> Non
         )
 
 
+def try_experts(index: Index, plan: Plan, mesh: DeviceMesh) -> Plan:
+    """Return the plan with what trials found. Raises ValueError if experts apart compute something else; names them."""
+    if plan.experts == 1 or not plan.trial or is_simulated(mesh):
+        return plan
+    kinds: set[Any] = set()
+    sentences = []
+    for name in plan.modules_apart:
+        module = index.modules[name]
+        if (kind := kind_of(module)) not in kinds:
+            kinds.add(kind)
+            sentences.append(f"{name} ({_torch.own_class(module).__name__}): {_try(name, module, plan.experts)}")
+    return dataclasses.replace(plan, tried=(*plan.tried, *sentences))
+
+
+def _try(name: str, module: Any, ranks: int) -> str:
+    """Raise ValueError if parts of the experts make something else of tokens, or of gradients, than all of them."""
+    noise = torch.Generator().manual_seed(0)
+    with _torch.real_tensors(), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tried: Any = copy_on_cpu(module, lambda p: nn.Parameter(random_values(p, noise, centred=True)), torch.float32)
+        count, here = tried.num_experts, tried.num_experts // ranks
+        chosen = torch.stack([torch.randperm(count, generator=noise)[: min(2, count)] for _ in range(_TOKENS)])
+        weights = torch.rand(chosen.shape, generator=noise).requires_grad_()
+        parameters = {key: p for key, p in _torch.own_parameters(tried).items() if p is not None}
+        for width in sorted({size for parameter in parameters.values() for size in parameter.shape[1:]}):
+            tokens = _Tokens(torch.randn(_TOKENS, width, generator=noise).requires_grad_(), chosen, weights)
+            with contextlib.suppress(Exception):  # whatever a forward raises at another width
+                expected = tried(*tokens)
+                break
+        else:
+            warnings.warn(f"experts={ranks}: {name!r} does not run in a trial, so it was not tried", stacklevel=2)
+            return "not tried, since it does not run"
+        order, experts_of = _by_expert(chosen)
+        rows, back = tokens.hidden[order // chosen.shape[-1]], []
+        for rank in range(ranks):
+            parts: Parts = {key: parameter.narrow(0, rank * here, here) for key, parameter in parameters.items()}
+            mine = experts_of // here == rank
+            back.append(_compute(tried, tried.forward, parts.copy, rows[mine], experts_of[mine] % here))
+        results = [expected, _combined(torch.cat(back), order, tokens)]
+        grain = torch.randn(expected.shape, generator=noise)
+        leaves = {"hidden states": tokens.hidden, "routing weights": weights, **parameters}
+        for result in list(results):
+            results += torch.autograd.grad((result * grain).sum(), list(leaves.values()), materialize_grads=True)
+    places = ["what it returns", *(f"the gradient of {key}" for key in leaves)]
+    pairs = zip([results[0], *results[2 : 2 + len(leaves)]], [results[1], *results[2 + len(leaves) :]], strict=True)
+    wrong = [place for place, (a, b) in zip(places, pairs, strict=True) if (a - b).abs().max() > 1e-4 * a.abs().max()]
+    if wrong:
+        raise ValueError(
+            f"experts={ranks}: {name!r} ({_torch.own_class(module).__name__}) is something else with its experts "
+            f"apart: {wrong[0]} differs. Its forward (hidden states, experts of each token, weights) must be the "
+            "weighted sum of what each expert makes of a token by itself; change that, or leave out experts "
+            '(tensor={"trial": False} turns this check off)'
+        )
+    return "its experts apart are the same as together"
+
+
 class _Tokens(NamedTuple):
     """Inputs of a module of experts."""
 
@@ -83,8 +143,13 @@ class _Tokens(NamedTuple):
     """Routing weights of the experts, in the same order."""
 
 
+_TOKENS = 7
+"""Tokens on which experts are tried."""
+
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows, the expert of each, counted on this rank) → rows."""
+Parts = dict[str, torch.Tensor]
+"""Name of a parameter → some of its experts."""
 
 
 def cut(modules: Mapping[str, nn.Module], plan: Plan, axes: Axes) -> None:
@@ -106,7 +171,7 @@ def cut(modules: Mapping[str, nn.Module], plan: Plan, axes: Axes) -> None:
 def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | None, factor: float) -> None:
     inner = module.forward
     signature, count = inspect.signature(inner), module.num_experts
-    compute = functools.partial(_compute, module, inner, factor)
+    compute = functools.partial(_compute, module, inner, functools.partial(_here, module, factor))
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,46 +190,56 @@ def _route(module: Any, group: dist.ProcessGroup, tensor: dist.ProcessGroup | No
 
 def _travel(tokens: _Tokens, count: int, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
     """Return the weighted sum of what the experts of each token, of ``count`` in all, make of it: (tokens, width)."""
-    hidden, chosen, weights = tokens
+    hidden, chosen, _ = tokens
     ranks, choices = group.size(), chosen.shape[-1]
-    chosen = chosen.flatten()
-    order = chosen.argsort(stable=True)
-    leaving = torch.bincount(chosen, minlength=count)
+    order, _ = _by_expert(chosen)
+    leaving = torch.bincount(chosen.flatten(), minlength=count)
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving, arriving]).view(2, ranks, -1).sum(-1).tolist()
     rows = exchange_rows(hidden[order // choices], sent, received, group)
     here = torch.arange(count, device=rows.device) % (count // ranks)
     expert = here.repeat_interleave(arriving, output_size=len(rows))
-    back = exchange_rows(compute(rows, expert), received, sent, group)
-    outputs = back[order.argsort()].view(len(hidden), choices, back.shape[-1])
-    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    return _combined(exchange_rows(compute(rows, expert), received, sent, group), order, tokens)
+
+
+def _by_expert(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order of rows, one for each choice of a token, by expert, and the expert of each."""
+    order = chosen.flatten().argsort(stable=True)
+    return order, chosen.flatten()[order]
+
+
+def _combined(rows: torch.Tensor, order: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
+    """Return the weighted sum of the rows of each token, which came in ``order``: (tokens, width)."""
+    outputs = rows[order.argsort()].view(*tokens.chosen.shape, rows.shape[-1])
+    return (outputs * tokens.weights.unsqueeze(-1)).sum(1).to(tokens.hidden.dtype)
 
 
 def _compute(
-    module: Any, inner: Callable[..., Any], factor: float, rows: torch.Tensor, expert: torch.Tensor
+    module: Any, inner: Callable[..., Any], parts: Callable[[], Parts], rows: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
-    """Return what ``inner``, the forward of ``module``, makes of rows for one expert each, with this rank's experts."""
+    """Return what ``inner``, the forward of ``module``, makes of rows for one expert each, with some of the experts."""
     arrived = len(rows)
     if not arrived:  # of a row that nobody reads, so that the gradients here are zeros, as of experts without tokens
         rows, expert = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), expert.new_zeros(1)
-    with _parts(module, factor):
+    with _holding(module, parts()):
         outputs: torch.Tensor = inner(rows, expert.unsqueeze(-1), rows.new_ones((len(rows), 1)))
     return outputs[:arrived]
 
 
+def _here(module: Any, factor: float) -> Parts:
+    """Return this rank's experts alone: plain tensors whose gradients are multiplied by ``factor``."""
+    held = {name: parameter for name, parameter in _torch.own_parameters(module).items() if parameter is not None}
+    return {name: scale_gradient(p.to_local(grad_placements=[Shard(0)]), factor) for name, p in held.items()}  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
-def _parts(module: Any, factor: float) -> Iterator[None]:
-    """Inside, ``module`` has this rank's experts alone: plain tensors whose gradients are multiplied by ``factor``."""
+def _holding(module: Any, parts: Parts) -> Iterator[None]:
+    """Inside, ``module`` has these experts alone."""
     held: Any = _torch.own_parameters(module)
     before, count = dict(held), module.num_experts
-    parts = {
-        name: parameter.to_local(grad_placements=[Shard(0)])
-        for name, parameter in before.items()
-        if parameter is not None
-    }
     try:
-        held.update({name: scale_gradient(part, factor) for name, part in parts.items()})
+        held.update(parts)
         module.num_experts = next(len(part) for part in parts.values())
         yield
     finally:

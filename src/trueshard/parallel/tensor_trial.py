@@ -53,7 +53,7 @@ def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]
     if plan.tensor == 1 or not plan.trial or distributed.is_simulated(mesh):
         return plan, {}
     if arrived_on(index) is not None:
-        return dataclasses.replace(plan, tried=("nothing, since the model arrived cut",)), {}
+        return dataclasses.replace(plan, tried=(*plan.tried, "no matrices, since the model arrived cut")), {}
     trial, error = _Trial(index, plan), ""
     if all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim)):
         try:
@@ -64,7 +64,7 @@ def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]
     error, tried, added, untried, trial.kinds = distributed.gather_objects(found, mesh)[0]
     if error:
         raise ValueError(error)
-    plan = dataclasses.replace(plan, styles={**plan.styles, **added}, tried=tuple(tried))
+    plan = dataclasses.replace(plan, styles={**plan.styles, **added}, tried=(*plan.tried, *tried))
     return plan, {name: [trial.comparison(name, way) for way in ways] for name, ways in untried.items()}
 
 

@@ -25,6 +25,7 @@ from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
 from trueshard.options import Options
 from trueshard.parallel.batch_trial import BatchTrial
+from trueshard.parallel.experts import try_experts
 from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
 from trueshard.plans import Plan, check_options
 from trueshard.sharding import apply, exact
@@ -66,7 +67,8 @@ def shard(
         facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
         agreement.agree_on_structure(before, facts, mesh)
         with agreement.together(mesh):
-            resolved, untried = try_plan(index, resolved, mesh)
+            resolved = dataclasses.replace(resolved, tried=())  # a plan that was given may say what another run tried
+            resolved, untried = try_plan(index, try_experts(index, resolved, mesh), mesh)
             is_tried = resolved.trial and axes.data.size() > 1 and not distributed.is_simulated(mesh)
             batch_trial = BatchTrial(index, resolved) if is_tried and mesh.get_rank() == int(mesh.mesh.min()) else None
         hooked = [p.name for p in index.parameters if _torch.gradient_hooks(p.tensor)[0]]
