@@ -33,7 +33,7 @@ from trueshard.distributed import Axes, is_simulated
 from trueshard.model import experts
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
-from trueshard.parallel.module_copies import copy_on_cpu, kind_of, random_values
+from trueshard.parallel.module_copies import LARGE, CheapMatrices, copy_on_cpu, kind_of, random_values
 from trueshard.plans import Plan
 
 
@@ -94,13 +94,18 @@ def try_experts(index: Index, plan: Plan, mesh: DeviceMesh) -> Plan:
 def _try(name: str, module: Any, ranks: int) -> str:
     """Raise ValueError if parts of the experts make something else of tokens, or of gradients, than all of them."""
     noise = torch.Generator().manual_seed(0)
-    with _torch.real_tensors(), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tried: Any = copy_on_cpu(module, lambda p: nn.Parameter(random_values(p, noise, centred=True)), torch.float32)
+
+    def parameter(original: torch.Tensor) -> nn.Parameter:  # gradients of large matrices would have their memory
+        return nn.Parameter(random_values(original, noise, centred=True), original.numel() < LARGE)
+
+    on_cpu = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with _torch.real_tensors(), torch.enable_grad(), on_cpu[0], on_cpu[1], CheapMatrices():
+        tried: Any = copy_on_cpu(module, parameter, torch.float32)
         count, here = tried.num_experts, tried.num_experts // ranks
         chosen = torch.stack([torch.randperm(count, generator=noise)[: min(2, count)] for _ in range(_TOKENS)])
         weights = torch.rand(chosen.shape, generator=noise).requires_grad_()
         parameters = {key: p for key, p in _torch.own_parameters(tried).items() if p is not None}
-        for width in sorted({size for parameter in parameters.values() for size in parameter.shape[1:]}):
+        for width in sorted({size for p in parameters.values() for size in p.shape[1:]}):
             tokens = _Tokens(torch.randn(_TOKENS, width, generator=noise).requires_grad_(), chosen, weights)
             with contextlib.suppress(Exception):  # whatever a forward raises at another width
                 expected = tried(*tokens)
@@ -111,12 +116,13 @@ def _try(name: str, module: Any, ranks: int) -> str:
         order, experts_of = _by_expert(chosen)
         rows, back = tokens.hidden[order // chosen.shape[-1]], []
         for rank in range(ranks):
-            parts: Parts = {key: parameter.narrow(0, rank * here, here) for key, parameter in parameters.items()}
+            parts: Parts = {key: p.narrow(0, rank * here, here) for key, p in parameters.items()}
             mine = experts_of // here == rank
             back.append(_compute(tried, tried.forward, parts.copy, rows[mine], experts_of[mine] % here))
         results = [expected, _combined(torch.cat(back), order, tokens)]
         grain = torch.randn(expected.shape, generator=noise)
-        leaves = {"hidden states": tokens.hidden, "routing weights": weights, **parameters}
+        leaves = {"hidden states": tokens.hidden, "routing weights": weights}
+        leaves |= {key: p for key, p in parameters.items() if p.requires_grad}
         for result in list(results):
             results += torch.autograd.grad((result * grain).sum(), list(leaves.values()), materialize_grads=True)
     places = ["what it returns", *(f"the gradient of {key}" for key in leaves)]
