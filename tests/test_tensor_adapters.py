@@ -45,9 +45,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "SHIRA": {"r": 4},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 2]},
     "VERA": {},
+    "HIRA": {},
+    "DELORA": {},
+    "GRALORA": {},
+    "PSOFT": {},
+    "TINYLORA": {},
+    "PVERA": {},
+    "BEFT": {},
+    "LILY": {},
+    "UNILORA": {},
+    "GLORA": {},
+    "VBLORA": {"num_vectors": 8, "vector_length": 4},
+    "ROAD": {"group_size": 4},
+    "WAVEFT": {"n_frequency": 20},
+    "ADAPTION_PROMPT": {"adapter_len": 3, "adapter_layers": 1, "target_modules": "self_attn"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PREFIX_TUNING": ({"num_virtual_tokens": 3}, "PREFIX_TUNING"),
+    "LORA, parameters": (
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        "target_parameters",
+    ),
     "LORA, dropout": ({"lora_dropout": 0.1, "target_modules": ["o_proj"]}, "o_proj.lora_dropout.default"),
 }
 OFTEN = ("LORA, DoRA", "ADALORA", "IA3", "LORA, head")
@@ -79,6 +97,7 @@ def apart(rank: int, world_size: int, kind: str, words: dict[str, Any], options:
     ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
     found = []
     for each in (model, plain):
+        torch.manual_seed(1)
         loss = each(input_ids=ids).logits.square().mean()
         loss.backward()
         found.append(gradients(each) | {"loss": loss.detach()})

@@ -64,8 +64,14 @@ def kind_of_adapter(adapter: Any) -> str:
 
 
 def refuse_adapters(index: Index) -> None:
-    """Raise ValueError for an adapter of a whole model that does not go with parts of its heads."""
+    """Raise ValueError for an adapter of a whole model that does not go with parts of its heads, or of a parameter."""
     for name, module in index.modules.items():
+        if parameter := getattr(module, "parameter_name", None):
+            raise ValueError(
+                f"tensor: {kind_of_adapter(module)} of the parameter {parameter!r} of {name!r} (target_parameters) is "
+                "added to the whole of it, of which each rank has a part: adapt layers (target_modules), or leave out "
+                "tensor"
+            )
         for config in dict(getattr(module, "peft_config", {})).values():
             kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
             if getattr(config, "is_prompt_learning", False) and hasattr(config, "prefix_projection"):
