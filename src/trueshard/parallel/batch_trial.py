@@ -187,7 +187,7 @@ class _Passes:
         cut: bool, alike: Mapping[int, Any], dtype: torch.dtype, gradients: bool,
     ) -> None:  # fmt: skip
         self.trial, self.method, self.training, self.alike, self.dtype = trial, method, training, alike, dtype
-        self.inputs, self.gradients = _cast(inputs, dtype), gradients
+        self.inputs, self.gradients = inputs, gradients
         tensors = [tensor for tensor in _torch.tensors_in(self.inputs) if tensor.ndim]
         if not tensors or any(map(_torch.is_fake, tensors)):
             raise NotTried("it is given no tensors")
@@ -345,7 +345,7 @@ class _Passes:
                 for dim in range(1, leaf.ndim) if not leaf.is_floating_point() or leaf.ndim == 4 else (1,):
                     if leaf.ndim > dim and leaf.shape[dim] == self.length:
                         leaf = leaf.narrow(dim, 0, LENGTH)
-            return leaf.clone()
+            return _cast(leaf, self.dtype)  # of a few rows: the batch may be large, and on a GPU
 
         return _torch.mapped(take, self.inputs)
 
@@ -390,7 +390,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         result = leaf.detach().cpu()
-        return result.to(dtype) if result.is_floating_point() else result.clone()
+        return result.to(dtype, copy=True) if result.is_floating_point() else result.clone()
 
     return _torch.mapped(cast, value)
 

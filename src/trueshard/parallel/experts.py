@@ -119,15 +119,17 @@ def _try(name: str, module: Any, ranks: int) -> str:
             parts: Parts = {key: p.narrow(0, rank * here, here) for key, p in parameters.items()}
             mine = experts_of // here == rank
             back.append(_compute(tried, tried.forward, parts.copy, rows[mine], experts_of[mine] % here))
-        results = [expected, _combined(torch.cat(back), order, tokens)]
+        together_and_apart = expected, _combined(torch.cat(back), order, tokens)
         grain = torch.randn(expected.shape, generator=noise)
         leaves = {"hidden states": tokens.hidden, "routing weights": weights}
         leaves |= {key: p for key, p in parameters.items() if p.requires_grad}
-        for result in list(results):
-            results += torch.autograd.grad((result * grain).sum(), list(leaves.values()), materialize_grads=True)
+        results = [
+            [output, *torch.autograd.grad((output * grain).sum(), list(leaves.values()), materialize_grads=True)]
+            for output in together_and_apart
+        ]
     places = ["what it returns", *(f"the gradient of {key}" for key in leaves)]
-    pairs = zip([results[0], *results[2 : 2 + len(leaves)]], [results[1], *results[2 + len(leaves) :]], strict=True)
-    wrong = [place for place, (a, b) in zip(places, pairs, strict=True) if (a - b).abs().max() > 1e-4 * a.abs().max()]
+    triples = zip(places, *results, strict=True)
+    wrong = [place for place, a, b in triples if (a - b).abs().max() > 1e-4 * a.abs().max()]
     if wrong:
         raise ValueError(
             f"experts={ranks}: {name!r} ({_torch.own_class(module).__name__}) is something else with its experts "
