@@ -1,5 +1,5 @@
 # Every target prepares .venv by itself. `make demo` trains a small language model; `make test` runs the checks
-# that hold the contract, `make test-rest` the long tail of them (`SHARE=1/3`: a third of it), `make test-all` both.
+# that hold the contract, `make test-rest` the long tail of them (`SHARE=1/4`: a quarter of it), `make test-all` both.
 # PYTHON chooses the interpreter that makes .venv: `make test PYTHON=python3.12`.
 
 PYTHON ?= python3

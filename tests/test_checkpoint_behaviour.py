@@ -121,7 +121,7 @@ def behind(rank: int, world_size: int, folder: str) -> None:
             assert_same(dict(result), {"ballast": torch.zeros(4 << 20), "step": 1})
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", all_but([2], [1, 2]))
 def test_what_is_saved_in_the_background_is_as_it_was_at_the_call(
     count: int, tmp_path: Path, alone: Ranks, ranks2: Ranks
 ) -> None:
@@ -193,7 +193,8 @@ def again_and_again(rank: int, world_size: int, folder: str, wait: bool) -> list
     return result
 
 
-@pytest.mark.parametrize("wait", all_but([False], [True, False]), ids=["waiting", "behind"])
+@pytest.mark.rest
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "behind"])
 def test_what_a_process_holds_is_the_same_after_every_save_and_load(wait: bool, tmp_path: Path, ranks2: Ranks) -> None:
     """Memory, files, process groups and threads, though the user keeps what each ``save`` returned."""
     for first, *later in ranks2.run(again_and_again, str(tmp_path), wait):

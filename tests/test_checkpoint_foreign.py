@@ -106,7 +106,7 @@ def foreign(ranks2: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, ranks2.run(write, str(folder))[0]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", all_but([1], [1, 3]))
 def test_each_style_is_recognised_at_any_world_size(
     foreign: tuple[Path, dict[str, Any]], alone: Ranks, ranks3: Ranks, count: int
 ) -> None:

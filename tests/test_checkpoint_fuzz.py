@@ -211,6 +211,7 @@ def copied(saved: Path) -> Iterator[Path]:
 # ---- The readers.
 
 
+@pytest.mark.rest
 def test_a_manifest_of_changed_values(saved: Path, copied: Path, reader: Reader, examples: Examples) -> None:
     @examples(200)
     @given(changed(manifest_of(saved)))

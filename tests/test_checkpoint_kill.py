@@ -283,6 +283,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_what_was_saved(
     assert hidden(folder) == set()
 
 
+@pytest.mark.rest
 def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, rounds: Nursery) -> None:
     """A save, and the removal of what it makes too old."""
     folder, saved = tmp_path / "run", 0
@@ -298,6 +299,7 @@ def test_killed_at_every_call_that_changes_the_directory(tmp_path: Path, rounds:
     assert hidden(folder) == set()
 
 
+@pytest.mark.rest
 def test_a_save_to_a_url_killed_at_every_call(tmp_path: Path, rounds: Nursery) -> None:
     """What is left is no checkpoint to anybody, and the next save to that place clears it."""
     folder = tmp_path / "step-1"

@@ -113,6 +113,7 @@ def test_clipping_in_low_precision_is_torchs_up_to_its_rounding(
         assert_same({k: found[k] for k in orders}, {k: expected[k] for k in orders}, rtol=5e-2, atol=2e-3)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("reverse", [False, True])
 @as_on_one_device(4, rtol=0.001, atol=1e-07)
 def test_a_list_over_several_meshes_has_one_norm(rank: int, world_size: int, reverse: bool) -> Report:

@@ -88,7 +88,7 @@ def fitted(rank: int, world_size: int, kind: str, sizes: dict[str, int]) -> list
     ("count", "kind", "sizes"),
     [
         (4, "documents", {"context": 2}),
-        (2, "pairs", {"context": 2}),
+        pytest.param(2, "pairs", {"context": 2}, marks=pytest.mark.rest),
         pytest.param(4, "pairs", {"context": 2}, marks=pytest.mark.rest),
         pytest.param(4, "documents", {"context": 2, "tensor": 2}, marks=pytest.mark.rest),
     ],

@@ -124,6 +124,7 @@ class Distilled(nn.Module):
         return F.cross_entropy(self.student(input_ids).flatten(0, 1), wanted.flatten(0, 1))
 
 
+@pytest.mark.rest
 @as_on_one_device(2, atol=1e-05)
 def test_a_student_and_its_teacher_keep_their_ties(rank: int, world_size: int, tmp_path: Path) -> Report:
     report: Report = {}
@@ -451,7 +452,7 @@ class Potential(Stack):
 @pytest.mark.parametrize(
     "between",
     all_but(
-        ["a forward", "in the forward"],
+        ["in the forward"],
         ["a forward", "no_grad", "a backward", "a second penalty", "in the forward"],
     ),
 )

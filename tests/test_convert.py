@@ -159,6 +159,7 @@ def prefixed_variables() -> Iterator[str]:
                 yield from (prefix + rest for rest in re.findall(r'prefix \+ "([A-Z0-9_]+)"', source))
 
 
+@pytest.mark.rest
 def test_every_variable_that_accelerate_peft_and_transformers_name_is_known() -> None:
     named = {*quoted_variables(), *prefixed_variables()}
     assert {"FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_RESHARD_AFTER_FORWARD", "ACCELERATE_DYNAMO_MODE"} <= named

@@ -98,6 +98,7 @@ def problem_of(*options: str, **variables: str) -> tuple[str, str]:
     return line, lines[-1]
 
 
+@pytest.mark.rest
 def test_an_interface_that_is_not_there_is_a_problem_with_its_remedy() -> None:
     line, last = problem_of("--nproc", "2", GLOO_SOCKET_IFNAME="nowhere0")
     assert lacking(line, "gloo join", "nowhere0", "GLOO_SOCKET_IFNAME") == []
@@ -111,6 +112,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     assert lacking(line, "torch", "libcudart.so.13: cannot open shared object") == []
 
 
+@pytest.mark.rest
 def test_processes_that_take_too_long_are_ended_and_named() -> None:
     *_, last = processes.try_backend("gloo", 2, limit=0.3)
     assert last.level == "problem"

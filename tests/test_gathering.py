@@ -116,6 +116,7 @@ BF16 = {"mixed_precision": "bf16"}
 FLOAT16_OUT = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float16)}
 
 
+@pytest.mark.rest
 def test_a_copy_computes_the_same_bits_and_changes_none(ranks2: Ranks) -> None:
     cases = [("tied_language_model", BF16), ("scalar_blocks", {}), ("mlp", FLOAT16_OUT)]
     ranks2.run(compare, [*cases, ("lora", {}), ("quantised", BF16)], 3)  # so that it is updated a second time

@@ -98,6 +98,7 @@ def test_of_a_long_run_every_nth_step_is_kept_and_the_first_and_the_last() -> No
     assert few.bytes_a_step == 250
 
 
+@pytest.mark.rest
 def test_of_big_steps_the_best_and_the_worst_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_file, "choose", lambda places: choose(places, most=30_000))
     file = write_samples(tmp_path, answers(60))
@@ -134,6 +135,7 @@ def hover(tab: chromium.Page, card: int, token: int) -> str:
     return str(tab.run(f"now.cards[{card}].tip.hidden ? '' : now.cards[{card}].tip.innerText"))
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_it_shows_the_best_beside_the_worst_answer_of_a_step(tab: chromium.Page, file: Path) -> None:
     assert tab.run("document.title") == "sort: answers"
@@ -167,6 +169,7 @@ def test_steps_are_chosen_by_slider_button_and_diagram(tab: chromium.Page) -> No
     assert text(tab, "#answers-title") == "Answers at step 30"
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_hovering_shows_both_probabilities_of_a_token(tab: chromium.Page) -> None:
     tab.run("choose(data.prompts[4])")
@@ -182,6 +185,7 @@ def test_hovering_shows_both_probabilities_of_a_token(tab: chromium.Page) -> Non
     assert lacking(tab.run("$('say').textContent"), "token 1 of 27", "engine", "trainer") == []
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_tokens_are_shaded_by_mismatch_or_probability(tab: chromium.Page) -> None:
     tab.run("choose(data.prompts[4])")

@@ -178,6 +178,7 @@ def test_several_runs_curves_lie_here(two: list[Path], tmp_path: Path, monkeypat
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.html", "curves.png"]
 
 
+@pytest.mark.rest
 def test_out_names_one_file_of_either_form(two: list[Path], tmp_path: Path) -> None:
     assert plot(two, tmp_path / "a.html")[0].read_text().startswith("<!doctype html>")
     assert plot(two, tmp_path / "a.PNG")[0].read_bytes().startswith(b"\x89PNG")
@@ -195,6 +196,7 @@ def test_the_picture_has_every_run_s_colour(two: list[Path], tmp_path: Path) -> 
     assert imread(tmp_path / "a.png").shape[1] == 1560
 
 
+@pytest.mark.rest
 def test_a_run_of_one_step_is_drawn(tmp_path: Path) -> None:
     assert len(plot([write_run(tmp_path / "one", [record(1)])])) == 2
 
@@ -222,6 +224,7 @@ def test_names_are_data_and_never_markup(two: list[Path]) -> None:
     assert data_of(text)["headline"] == "</script><script>alert(1)</script>$style"
 
 
+@pytest.mark.rest
 def test_a_long_run_makes_a_light_page() -> None:
     text = page([RunRecords("long", [record(step, **evaluated(step)) for step in range(1, 20_001)])])
     assert len(text.encode()) < 600_000
@@ -275,6 +278,7 @@ def test_the_page_draws_every_run_without_an_error_or_a_request(tab: chromium.Pa
     assert tab.requests == [file.as_uri()]
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_rewards_have_a_band_and_figures_a_second_line(browser: chromium.Page, tmp_path: Path) -> None:
     before = {"step": 0, "evaluation_reward": 0.125}
@@ -304,6 +308,7 @@ def test_rewards_have_a_band_and_figures_a_second_line(browser: chromium.Page, t
     assert browser.errors == []
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_hovering_shows_the_figures_of_every_run_there(tab: chromium.Page) -> None:
     tab.point(*at(tab, "loss", 40))
@@ -322,6 +327,7 @@ def test_hovering_shows_the_figures_of_every_run_there(tab: chromium.Page) -> No
     assert tip(tab, "evaluation_loss") == ""
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_a_run_can_be_left_out(tab: chromium.Page) -> None:
     choose(tab, "#runs tbody tr:first-child input")
@@ -333,6 +339,7 @@ def test_a_run_can_be_left_out(tab: chromium.Page) -> None:
     assert tab.run("view.to") == 100
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_across_may_be_tokens_and_the_loss_may_be_logarithmic(tab: chromium.Page) -> None:
     choose(tab, "input[value=tokens]")
@@ -357,6 +364,7 @@ def test_smoothing_is_what_the_picture_s_is(tab: chromium.Page, two: list[Path])
     assert tab.run("charts[0].smoothed(data.runs[0].curves.loss) === data.runs[0].curves.loss.mean")
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_dragging_zooms_all_diagrams_and_a_double_click_shows_the_whole(tab: chromium.Page) -> None:
     for kind, across in (("mousePressed", 20), ("mouseMoved", 40), ("mouseReleased", 40)):

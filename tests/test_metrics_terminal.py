@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from messages import lacking
 from showing import assert_drawn, record, rewarded
 from trueshard.train.metrics.curves import COLOURS, draw_result
@@ -49,6 +51,7 @@ def test_the_picture_shows_loss_evaluation_and_entropy(tmp_path: Path) -> None:
     assert_drawn(tmp_path / "loss.png", 50, *COLOURS[:2], "#808080")
 
 
+@pytest.mark.rest
 def test_the_picture_of_a_run_with_a_reward_shows_it(tmp_path: Path) -> None:
     file = draw_result([rewarded(step) for step in range(1, 41)], 5.6, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [file.name] == ["reward.png"]

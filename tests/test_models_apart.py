@@ -114,6 +114,7 @@ def torch_now() -> dict[str, Any]:
     }
 
 
+@pytest.mark.rest
 @on_ranks(2, fresh=True)
 def test_patches_are_undone_with_the_last_model(rank: int, world_size: int) -> None:
     """torch is itself before the first model, after the last one, and after a ``shard()`` that failed."""

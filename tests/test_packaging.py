@@ -96,6 +96,7 @@ def packed_files(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
+@pytest.mark.rest
 def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     packed = packed_files(wheel)
     assert packed == library_files(ROOT / "src")
@@ -114,6 +115,7 @@ def test_the_source_distribution_builds_the_same_wheel(tree: Path, wheel: Path) 
     assert {"LICENSE", "README.md", "pyproject.toml"} <= {each.name for each in source.iterdir()}
 
 
+@pytest.mark.rest
 def test_what_is_imported_is_the_wheel(installed: Path, tmp_path: Path) -> None:
     code = "import trueshard, importlib.metadata as m; print(trueshard.__file__, m.version('trueshard'))"
     file, version = run(installed / "python", "-c", code, where=tmp_path).split()

@@ -69,7 +69,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("words", all_but(WORDS[::2], WORDS), ids=str)
+@pytest.mark.parametrize("words", all_but(WORDS[::4], WORDS), ids=str)
 @as_on_one_device(3)
 def test_every_word_trains_alike(rank: int, world_size: int, words: dict[str, Any]) -> Report:
     return trained(rank, world_size, words)
@@ -86,10 +86,7 @@ MESHES: list[dict[str, Any]] = [{"mesh": (2, 2)}, {"reshard_after_forward": 2}, 
 
 
 @pytest.mark.parametrize(
-    ("words", "build"),
-    all_but(
-        [*zip(MESHES, [Odd, Scalar, Odd], strict=True)], itertools.product(MESHES, [Stack, Scalar, Odd]), unpack=True
-    ),
+    ("words", "build"), all_but([(MESHES[0], Odd)], itertools.product(MESHES, [Stack, Scalar, Odd]), unpack=True)
 )
 @as_on_one_device(4)
 def test_meshes_and_node_sizes_train_alike(

@@ -128,6 +128,7 @@ def configuration_of(name: str, folder: Path) -> tuple[Path, int]:
     return folder, sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", rest_but(NEW, ARCHITECTURES))
 def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
     folder, parameters = configuration_of(name, tmp_path)
@@ -286,6 +287,7 @@ def make():
 """timm names torchvision's transforms and data sets, which its models do not use; its builds want a GPU's torch."""
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("words", rest_but(["vit.py:make"], ["unet.py:make", "vit.py:make"]))
 def test_a_users_own_file_is_planned(words: str, tmp_path: Path) -> None:
     (tmp_path / "unet.py").write_text(UNET)

@@ -129,6 +129,7 @@ REQUESTS = st.lists(st.one_of(st.tuples(SIZES, STREAMS), st.integers(0, 1000)), 
 """A size and stream to allocate, or which of the live blocks to free."""
 
 
+@pytest.mark.rest
 @settings(max_examples=200, deadline=None)
 @given(REQUESTS)
 def test_it_decides_as_a_plain_one(requests: list[tuple[int, Stream] | int]) -> None:

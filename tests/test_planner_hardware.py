@@ -155,6 +155,7 @@ CPU = torch.device("cpu")
 FIGURES = {"matmul", "attention", "memory", "kernel_seconds", "collective_seconds"}
 
 
+@pytest.mark.rest
 def test_the_command_writes_a_device_that_the_planner_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
     assert main(["plan", "calibrate", str(file)]) == 0
@@ -189,6 +190,7 @@ def test_rates_are_operations_over_the_time_they_took(monkeypatch: pytest.Monkey
     assert found.eager.collective_seconds > 0.01
 
 
+@pytest.mark.rest
 def test_a_rate_above_the_data_sheet_takes_its_place() -> None:
     modest = hardware("cpu", peak_flops={"float32": 1e6}, memory_bandwidth=1e3)
     found = calibrate(CPU, modest, sizes=dataclasses.replace(SMALL, seconds=0.01))

@@ -107,6 +107,7 @@ def test_many_units_are_put_together_with_their_neighbours() -> None:
     assert max(sum(expanded(unit["bytes"], count) for unit in units)) == study.forecast.peak_live_bytes
 
 
+@pytest.mark.rest
 def test_a_long_step_makes_a_light_page() -> None:
     writer = Writer()
     kept: list[int] = []

@@ -204,11 +204,12 @@ def test_more_chunks_wait_less_and_gpipe_holds_more() -> None:
         ({"schedule": "interleaved"}, "virtual=1"),
         ({"pipeline": 1, "schedule": "gpipe"}, "of a pipeline"),
         ({"schedule": "zero"}, "'zero' is not known"),
-        ({"pipeline": 8}, "4 blocks"),
         ({"pipeline": 3}, "3 stages"),
-        ({"virtual": 2, "accumulation": 3}, "accumulation=3"),
-        ({"accumulation": 1}, "accumulation=1"),
-        ({"units": "Linear"}, "units"),
+        # What is seen when the model is there takes a second each.
+        pytest.param({"pipeline": 8}, "4 blocks", marks=pytest.mark.rest),
+        pytest.param({"virtual": 2, "accumulation": 3}, "accumulation=3", marks=pytest.mark.rest),
+        pytest.param({"accumulation": 1}, "accumulation=1", marks=pytest.mark.rest),
+        pytest.param({"units": "Linear"}, "units", marks=pytest.mark.rest),
     ],
 )
 def test_what_no_pipeline_could_run_is_refused_by_name(words: dict[str, Any], message: str) -> None:
@@ -221,6 +222,7 @@ def test_other_models_are_not_cut() -> None:
         trueshard.plan(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pipeline=2)
 
 
+@pytest.mark.rest
 def test_the_last_stage_keeps_its_outputs_and_joins_them() -> None:
     """Of all microbatches: once as they were computed, and when a step ends once more, in one block."""
     job = dataclasses.replace(jobs(True), plan=None, in_flight=0)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import forks
 import trueshard
 from messages import naming
+from resting import all_but
 from trueshard.planner import process
 from trueshard.planner.process import Workers
 
@@ -91,6 +92,7 @@ print("unchanged")
 """
 
 
+@pytest.mark.rest
 def test_nothing_of_the_caller_is_touched() -> None:
     folder = Path(__file__).parent
     done = forks.run(
@@ -163,7 +165,7 @@ SENT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("name", all_but(["local class", "compiled", "with an optimizer"], SENT))
 def test_models_and_factories_can_be_sent(name: str) -> None:
     plan = trueshard.plan(SENT[name](), **FIXED)
     assert sum(unit.parameters for unit in plan.units) >= 256

@@ -175,6 +175,7 @@ def test_a_plan_from_json_trains_as_one_process(ranks2: Ranks, alone: Ranks) -> 
         assert trueshard.Plan.from_json(found["plan"]) == plan
 
 
+@pytest.mark.rest
 def test_a_plan_edited_by_hand_is_applied_as_edited(ranks2: Ranks, alone: Ranks) -> None:
     data = json.loads(planned().to_json())
     data["units"][1]["reshard_after_forward"] = False
@@ -187,6 +188,7 @@ def test_a_plan_edited_by_hand_is_applied_as_edited(ranks2: Ranks, alone: Ranks)
         assert [unit.activation_checkpointing for unit in units[1:]] == ["full", "none", "full"]
 
 
+@pytest.mark.rest
 def test_a_word_edited_by_hand_is_worked_out_again(ranks2: Ranks) -> None:
     data = json.loads(planned().to_json()) | {"reshard_after_forward": "never"}
     for found in ranks2.run(train, json.dumps(data)):
@@ -235,6 +237,7 @@ def test_where_nothing_fits_every_rank_says_so_and_nothing_changed(ranks2: Ranks
     assert lacking(first["text"], "64.0 KiB", "one unit", "Sequential", "'1'", "129.2 KiB") == []
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -250,6 +253,7 @@ def test_a_wrong_word_is_told_on_every_rank(ranks2: Ranks, words: dict[str, Any]
         assert found["same"]
 
 
+@pytest.mark.rest
 def test_a_plan_for_another_model_is_refused_by_name_on_ranks(ranks2: Ranks) -> None:
     data = json.loads(planned().to_json())
     data["units"][2]["parameters"] -= 1

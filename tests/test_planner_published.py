@@ -24,6 +24,7 @@ def attention_calls(trace: Trace) -> list[Kernel]:
     return [event for event in trace.events if isinstance(event, Kernel) and "attention" in event.op]
 
 
+@pytest.mark.rest
 def test_torchs_ring_is_what_is_counted() -> None:
     context, length = 4, 64
     setting = Setting(TINY, context, 1, length, loss="compiled", context=context, ring=True)
@@ -115,6 +116,7 @@ def test_four_bits_take_what_torchao_takes() -> None:
     assert theirs == int(weights * (1 / 2 + 1 / 64 + 2 / (64 * 256)))
 
 
+@pytest.mark.rest
 def test_attention_is_computed_again_where_it_is_not_kept() -> None:
     setting = Setting(TINY, 1, 2, 32, "selective", loss="compiled")
 

@@ -149,7 +149,7 @@ ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing":
 @pytest.mark.parametrize(
     ("trained", "fixed", "global_batch"),
     [
-        (tower(1), {}, None),
+        pytest.param(tower(1), {}, None, marks=pytest.mark.rest),
         (tower(1, WORDS), NONE, None),
         pytest.param(tower(1), ALWAYS, 16, marks=pytest.mark.rest),
         pytest.param(tower(2), ALWAYS, None, marks=pytest.mark.rest),
@@ -257,6 +257,7 @@ def test_interrupted_before_anything_fits_it_stops() -> None:
 # What is fixed stays
 
 
+@pytest.mark.rest
 def test_words_that_are_fixed_are_kept_and_only_the_rest_is_chosen() -> None:
     words = {
         "mixed_precision": "bf16",

@@ -78,6 +78,7 @@ def both(rank: int, world: int, kind: str, sampling: Sampling) -> tuple[list[Ans
     return wanted, found, untouched
 
 
+@pytest.mark.rest
 def test_a_run_trains_on_the_same_tokens(ranks2: Ranks) -> None:
     wanted, _ = ranks2.run(run, {"steps": 2})
     for found in ranks2.run(run, {"steps": 2, **CONTINUOUS}):

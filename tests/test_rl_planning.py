@@ -117,6 +117,7 @@ def test_peak_of_the_update_is_that_of_a_real_one(setting: Update, ranks2: Ranks
 H100 = ("--hardware", "h100", "--ranks", "2")
 
 
+@pytest.mark.rest
 def test_a_training_configuration_is_planned_phase_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     words = ["plan", str(GRPO), *H100, "--set", "rl.kl=0.1", "--set", "rollout.batch=4", "--html", str(page), "--json"]

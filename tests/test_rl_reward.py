@@ -224,6 +224,7 @@ def test_a_failure_names_function_record_sample_and_line(head: str, table: dict[
             assert message.startswith(f"{start} 5): {problem}")
 
 
+@pytest.mark.rest
 def test_of_several_failures_the_first_sample_s_is_told(make: Make) -> None:
     text = """
 import time
@@ -354,6 +355,7 @@ def score(completion, record, sample):
 """
 
 
+@pytest.mark.rest
 def test_each_call_is_begun_once_in_its_order_whatever_becomes_of_its_process(make: Make) -> None:
     rewards, numbers = make(IN_ORDER, seconds=0.5), range(100)
     scored = rewards.score(asked(*map(str, numbers)))
@@ -406,12 +408,13 @@ def score(completion, record, sample):
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("end", "endless", "seconds"),
     [
-        pytest.param("exit", "pass", 8, marks=pytest.mark.rest),
+        ("exit", "pass", 8),
         ("killed", "while True: pass", 8),
-        pytest.param("killed", "re.match('(a*)*b', 'a' * 60)", 30, marks=pytest.mark.rest),  # no thread of Python runs
+        ("killed", "re.match('(a*)*b', 'a' * 60)", 30),  # no thread of Python runs
     ],
 )
 def test_no_process_outlives_its_owner(end: str, endless: str, seconds: float, tmp_path: Path) -> None:

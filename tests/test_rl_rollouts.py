@@ -134,7 +134,8 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
             assert_same(found["weights"], whole["weights"], 1e-3, 1e-4)
 
 
-@pytest.mark.parametrize("copy", ["sharded", pytest.param("kept", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("copy", ["sharded", "kept"])
 def test_each_form_of_the_engine_gives_the_same_tokens_and_weights(copy: str, ranks2: Ranks) -> None:
     wanted = ranks2.run(run, {})[0]
     for found in ranks2.run(run, {"copy": copy}):
@@ -143,6 +144,7 @@ def test_each_form_of_the_engine_gives_the_same_tokens_and_weights(copy: str, ra
         assert found["measures"] == wanted["measures"]
 
 
+@pytest.mark.rest
 def test_the_mismatch_of_the_embedded_engine_is_rounding(whole: dict[str, Any], ranks2: Ranks) -> None:
     for measured in whole["measures"]:
         assert 0 < measured["mismatch_max"] < 2e-5

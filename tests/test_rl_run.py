@@ -222,7 +222,8 @@ def bad(folder: Path, function: str, *sets: str) -> tuple[int, str, str]:
     return end(start(folder, *TWICE, *[word for each in words for word in ("--set", each)]))
 
 
-@pytest.mark.parametrize("function", ["raises", pytest.param("nan", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("function", ["raises", "nan"])
 def test_a_reward_that_goes_wrong_ends_the_run_in_one_line(function: str, tmp_path: Path) -> None:
     code, _, err = bad(tmp_path / function, function)
     assert code == 2

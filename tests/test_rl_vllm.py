@@ -140,6 +140,7 @@ def stale(rank: int, world_size: int, folder: str, url: str) -> dict[str, tuple[
     return found
 
 
+@pytest.mark.rest
 def test_the_probe_finds_a_server_without_the_new_weights(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:
     for found in ranks2.run(stale, str(tmp_path), server.url):
         assert found.pop("the same weights")[0] == found.pop("reloaded")[0] == ""

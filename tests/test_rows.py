@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -83,6 +84,7 @@ TRUTHS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.rest
 @as_on_one_device()
 def test_numbers_and_their_gradients_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     model, _ = heads(world_size)

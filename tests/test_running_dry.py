@@ -45,6 +45,7 @@ def test_dry_run_prints_configuration_and_forecast_and_writes_nothing(
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("folder")
 def test_dry_run_on_other_hardware_takes_any_number_of_ranks() -> None:
     config = load_config(Path("train.toml"), ["train.batch_size=64"])

@@ -98,8 +98,8 @@ def scaled(
 
 
 CASES = list(itertools.product(OPTIMIZERS, PLACES, (False, True)))
-SOME = [(*case, 2) for case in CASES[::5]]
-"""Five and the six of an optimizer have no common factor: each place, and clipped or not."""
+SOME = [(*case, 2) for case in CASES[::11]]
+"""Eleven and the six of an optimizer have no common factor."""
 MORE = [(*case, 3) for number, case in enumerate(CASES) if (number // 6 + number // 2 % 3) % 2 == number % 2]
 """Each optimizer at each place, clipped at every other."""
 

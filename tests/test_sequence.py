@@ -143,7 +143,8 @@ def test_recomputed_blocks_are_compiled_whole(rank: int, world_size: int, mode: 
 # What a model returns of hidden states
 
 
-@pytest.mark.parametrize("mode", all_but(["full"], ["none", "full", "selective"]))
+@pytest.mark.rest
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @on_ranks(2)
 def test_hidden_states_that_are_asked_for_are_whole(rank: int, world_size: int, mode: str) -> None:
     """A loss that reads what the first block returns; of a model with a head and one without."""
@@ -482,6 +483,7 @@ def test_of_one_sample_a_part_does_not_keep_the_whole(rank: int, world_size: int
     assert all(taken == memory for taken, memory in kept)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("words", [{}, FULL])
 @on_ranks(3)
 def test_two_models_in_flight_do_not_see_each_other(rank: int, world_size: int, words: dict[str, Any]) -> None:

@@ -187,6 +187,7 @@ def test_a_tie_is_stepped_once(rank: int, world_size: int) -> Any:
 # Copies, and state from before and from elsewhere
 
 
+@pytest.mark.rest
 @as_on_one_device(2)
 def test_a_copy_of_model_and_optimizer_goes_on(rank: int, world_size: int) -> Any:
     """A copy of model and optimizer trains on, and leaves both originals alone."""

@@ -306,6 +306,7 @@ def test_each_rank_holds_its_part_of_the_sequence(name: str, ways: tuple[str, ..
 # Models that arrive cut, and styles of one's own
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("way", "kind"),
     [("qwen3", "AdamW"), pytest.param("tied", "AdamW", marks=REST), pytest.param("tied", "Muon", marks=REST)],

@@ -212,6 +212,7 @@ def test_a_number_between_parts_that_compute_in_bf16(rank: int, world_size: int)
     assert distance(gradients(model), gradients(plain)) < 0.1
 
 
+@pytest.mark.rest
 def test_whole_parameters_between_parts_get_the_sum(ranks2: Ranks, ranks3: Ranks) -> None:
     for found in ranks2.run(summed) + ranks3.run(summed):
         assert {what: far for what, far in found.items() if not far < EXACT} == {}

@@ -90,6 +90,7 @@ def test_bytes_of_a_step_are_the_limit(
         assert result["received"]["all_reduce"] == 0
 
 
+@pytest.mark.rest
 def test_a_node_size_gathers_again_inside_the_node(ranks4: Ranks) -> None:
     for result in ranks4.run(count, {"reshard_after_forward": 2}, False, ""):
         everything, embedding, _, _ = parts(result)
@@ -112,7 +113,7 @@ def test_what_is_frozen_is_not_reduced(ranks2: Ranks) -> None:
         assert result["received"]["reduce_scatter"] == pytest.approx(1 / 2 * 4 * result["trainable"], rel=1e-12)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", all_but([True], [False, True]))
 def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bool, ranks4: Ranks) -> None:
     """On S × T ranks, n tokens of width H, L blocks, vocabulary V, in float32, g = (T-1)/T: a block sums its two
     outputs forwards and its two inputs backwards, n·H each (all-reduce: 2·g); with sequence it gathers and scatters
@@ -140,6 +141,7 @@ def test_a_tensor_axis_moves_activations_and_less_of_the_parameters(sequence: bo
             assert received["all_reduce"] == pytest.approx(sum(sums.values()) + 2 * g * blocks, rel=1e-12)
 
 
+@pytest.mark.rest
 @on_ranks(2)
 def test_a_context_axis_moves_heads_for_positions(rank: int, world_size: int) -> None:
     """Over C ranks, n tokens in all, width H, L blocks, f = (C-1)/C: queries, keys and values travel to heads and the
@@ -216,7 +218,7 @@ def microbatched(rank: int, world_size: int, microbatches: int, how: str, replic
     return traffic.received, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", ["accumulate", "torch's setter", "trainer", "each"])
+@pytest.mark.parametrize("how", all_but(["accumulate", "each"], ["accumulate", "torch's setter", "trainer", "each"]))
 def test_gradients_of_several_microbatches_are_reduced_once_or_each_time_if_asked(how: str, ranks2: Ranks) -> None:
     for received, elements in ranks2.run(microbatched, 4, how):
         assert received["reduce_scatter"] == (4 if how == "each" else 1) * 4 * elements / 2

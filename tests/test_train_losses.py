@@ -432,6 +432,7 @@ def preference_step(rank: int, world: int, lora: bool, plain: bool) -> tuple[flo
     return mean.value(found), gradients(policy)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("lora", [False, True])
 def test_preference_loss_is_that_of_the_paper(lora: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks) -> None:
     ((loss, expected),) = alone.run(preference_step, lora, True)

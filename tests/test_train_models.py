@@ -93,7 +93,7 @@ def values_case(rank: int, world: int, given: Config) -> dict[str, torch.Tensor]
     return values_of(sharded(given)[0])
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "lora", "dora", "vision"])
+@pytest.mark.parametrize("kind", all_but(["tied", "lora"], ["llama", "tied", "lora", "dora", "vision"]))
 def test_first_values_are_the_same_on_any_number_of_ranks(kind: str, alone: Ranks, ranks3: Ranks) -> None:
     given = {
         "llama": config(llama()),
@@ -324,6 +324,7 @@ def test_quantised_weights_travel_as_they_are_stored(ranks2: Ranks) -> None:
         assert found == wanted
 
 
+@pytest.mark.rest
 def test_quantised_weights_are_those_of_the_files(saved: Path, ranks2: Ranks) -> None:
     from safetensors.torch import load_file
 
@@ -360,6 +361,7 @@ def test_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path, ranks2: Rank
         assert_same(found, expected)
 
 
+@pytest.mark.rest
 def test_adapter_begins_on_a_checkpoint_of_an_earlier_run(tmp_path: Path, ranks2: Ranks, ranks3: Ranks) -> None:
     path = str(tmp_path / "step")
     (expected, _) = ranks2.run(save_case, config(llama()), path)

@@ -180,6 +180,7 @@ def bugs(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.rest
 def test_each_thing_that_sharding_saving_and_loading_change_breaks_its_point(bugs: str) -> None:
     result = run(f"{bugs}:broken", "--json")
     assert result.returncode == 1, result.stdout + result.stderr

@@ -123,6 +123,7 @@ def limits(rank: int, world_size: int, folder: str) -> list[list[float]]:
     return [[_torch.timeout_of(each).total_seconds() for each in groups] for groups in ([dist.group.WORLD], made)]
 
 
+@pytest.mark.rest
 def test_every_group_has_the_time_limit_of_the_first(ranks4: Ranks, tmp_path: Path) -> None:
     for (limit,), others in ranks4.run(limits, str(tmp_path), timeout=50.0):
         assert limit < 50
