@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -120,13 +121,27 @@ class Axes:
         return axis not in self.along or self.along[axis].get_local_rank() == 0
 
 
-@functools.lru_cache(maxsize=8)
+_gloo: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
+"""World group → (purpose, ranks) → their gloo group: making one is collective and slow, so it lasts as long as the
+world's. Of each purpose one: what a thread sends for one must not come between the collectives of another."""
+
+
+def gloo_group(purpose: str, ranks: Sequence[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Return a group of gloo for ``purpose``, made once in a world. Collective over ``ranks``."""
+    groups = _gloo.setdefault(dist.group.WORLD, {})
+    key = purpose, tuple(ranks)
+    if key not in groups:
+        groups[key] = dist.new_group(
+            list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc=f"trueshard-{purpose}"
+        )
+    return groups[key]
+
+
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that sends from CPU to CPU: this one, or one of gloo, made once. Collective."""
+    """Return a group of the same ranks that sends from CPU to CPU: this one, or one of gloo. Collective."""
     if "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "fake":
         return group
-    ranks, limit = dist.get_process_group_ranks(group), _torch.timeout_of(group)
-    return dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="trueshard-hosts")
+    return gloo_group("hosts", dist.get_process_group_ranks(group), _torch.timeout_of(group))
 
 
 def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, gloo_group
 from trueshard.model.regions import (
     common,
     extent,
@@ -30,9 +30,6 @@ from trueshard.model.regions import (
     take,
 )
 from trueshard.optim.owners import Holders
-
-_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""World group → ranks → their gloo group: making one is collective and slow, so it lasts as long as the world's."""
 
 
 class RankGroup:
@@ -56,18 +53,8 @@ class RankGroup:
         self.rank, self.world = members.index(dist.get_rank()), len(members)
         self.stage = [members.index(rank) for rank in ranks or members]
         if self.world > 1:
-            groups = _groups.setdefault(dist.group.WORLD, {})
-            if members not in groups:
-                groups[members] = _collective(
-                    lambda: dist.new_group(
-                        list(members),
-                        backend="gloo",
-                        timeout=_torch.timeout_of(dist.group.WORLD),
-                        use_local_synchronization=True,
-                        group_desc="trueshard-checkpoint",
-                    )
-                )
-            self._group = groups[members]
+            timeout = _torch.timeout_of(dist.group.WORLD)
+            self._group = _collective(lambda: gloo_group("checkpoint", members, timeout))
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""

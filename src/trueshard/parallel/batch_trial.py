@@ -85,18 +85,18 @@ class BatchTrial:
         modules = dict(names.named_modules(self.model))
         self.names = {id(module): name for name, module in modules.items()}
         self.biases = {id(p) for name, p in self.model.named_parameters() if name.endswith("bias") and p.ndim == 1}
-        self.alike: dict[int, Any] = {}
+        self.left_out: dict[int, Any] = {}
         """``id`` of each block that is left out, since one before it is alike."""
         kinds = set()
         for block in (modules.get(unit.name) for unit in plan.units if unit.kind == "block"):
             if block is not None and (kind := kind_of(block)) in kinds:
-                self.alike[id(block)] = None
+                self.left_out[id(block)] = None
             elif block is not None:
                 kinds.add(kind)
         self.files = balancing.files_of(index.root)
         self.asked: set[tuple[str, bool]] = set()
         """Methods that were tried, and whether in training mode."""
-        self.found = False
+        self.has_warned = False
 
     @torch.compiler.disable
     def ask(self, method: str, args: Any, kwargs: Any, training: bool) -> str:
@@ -105,8 +105,8 @@ class BatchTrial:
         why, what = "", f"batch, {type(self.model).__name__}.{method}"
         try:
             with self._apart():
-                alike = (self.alike, {}) if self.alike else ({},)
-                for ways in itertools.product((True, False), alike, (torch.float64, torch.float32), (True, False)):
+                left_out = (self.left_out, {}) if self.left_out else ({},)
+                for ways in itertools.product((True, False), left_out, (torch.float64, torch.float32), (True, False)):
                     try:
                         faults = _Passes(self, method, [args, kwargs], training, *ways).faults()
                         break
@@ -119,8 +119,8 @@ class BatchTrial:
         if not faults:
             return f"{what}: no sample depends on others of its batch"
         shown = f"{'; '.join(faults[:4])}{f'; and {len(faults) - 4} more' * (len(faults) > 4)}"
-        if not self.found:
-            self.found = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(
                 f"{type(self.model).__name__} computes for a sample from the others of its batch: {shown}. Each rank "
                 "has a part of the batch, and computes this from its own samples, which is not what one device "
@@ -184,9 +184,9 @@ class _Passes:
 
     def __init__(
         self, trial: BatchTrial, method: str, inputs: Any, training: bool,
-        cut: bool, alike: Mapping[int, Any], dtype: torch.dtype, gradients: bool,
+        cut: bool, left_out: Mapping[int, Any], dtype: torch.dtype, gradients: bool,
     ) -> None:  # fmt: skip
-        self.trial, self.method, self.training, self.alike, self.dtype = trial, method, training, alike, dtype
+        self.trial, self.method, self.training, self.left_out, self.dtype = trial, method, training, left_out, dtype
         self.inputs, self.gradients = inputs, gradients
         tensors = [tensor for tensor in _torch.tensors_in(self.inputs) if tensor.ndim]
         if not tensors or any(map(_torch.is_fake, tensors)):
@@ -207,12 +207,12 @@ class _Passes:
     def faults(self) -> list[str]:
         """Return what depends on other samples, in words. Raises NotTried if it cannot be told."""
         passes = [self._pass(rows) for rows in (_A, _B, (*_A, *_B))]
-        one, two, three = (each.values for each in passes)
+        one, two, three = (done.values for done in passes)
         keys = [key for key in three if key in one and key in two]
         rows = [key for key in keys if key[0] == "output" and _rows_dim(one[key], two[key], three[key]) == 0]
         with contextlib.suppress(RuntimeError):  # of outputs that autograd refuses
-            for each in passes:
-                self._add_gradients(each, rows)
+            for done in passes:
+                self._add_gradients(done, rows)
             keys += [key for key in three if key[0] == "gradient" and key in one and key in two]
         open_keys = [key for key in keys if _is_open(key, one[key], two[key], three[key])]
         buffers = [key for key in keys if key[0] == "buffer" and key not in open_keys]
@@ -228,7 +228,7 @@ class _Passes:
         wrong = [
             key
             for key in open_keys
-            if key[0] == "buffer" or (key in four and _depends(*(each.values[key] for each in passes)))
+            if key[0] == "buffer" or (key in four and _depends(*(done.values[key] for done in passes)))
         ]
         if wrong:
             again = self._pass(_A).values
@@ -253,10 +253,10 @@ class _Passes:
     def _where(self, passes: Sequence[_Pass]) -> str:
         """Return the name of the first module whose results depend on other samples, and what it is given does not."""
         for name in passes[2].calls:
-            if name and all(name in each.calls for each in passes):
-                given, returned = (list(zip(*(each.calls[name][i] for each in passes), strict=False)) for i in (0, 1))
-                same = bool(given) and not any(_depends(*four) for four in given)
-                if same and any(_depends(*four) for four in returned):
+            if name and all(name in done.calls for done in passes):
+                inputs, outputs = (list(zip(*(done.calls[name][i] for done in passes), strict=False)) for i in (0, 1))
+                same = bool(inputs) and not any(_depends(*four) for four in inputs)
+                if same and any(_depends(*four) for four in outputs):
                     return name
         return ""
 
@@ -268,7 +268,7 @@ class _Passes:
             state = copied.__dict__
             state["training"] = self.training and not isinstance(copied, _SETTLED)
             if isinstance(copied, (nn.ModuleList, nn.Sequential)):
-                kept = [child for child in state["_modules"].values() if child is not None or not self.alike]
+                kept = [child for child in state["_modules"].values() if child is not None or not self.left_out]
                 state["_modules"] = {str(i): child for i, child in enumerate(kept)}
             for key, value in _plain(copied):
                 state[key] = _owned(value, self.dtype)
@@ -281,10 +281,10 @@ class _Passes:
                 return result.leaves[-1].clone()
             return None
 
-        model = copy_on_cpu(self.trial.model, self._parameter, self.dtype, replaced=self.alike, finish=finish)
+        model = copy_on_cpu(self.trial.model, self._parameter, self.dtype, replaced=self.left_out, finish=finish)
         before = {name: {k: b.clone() for k, b in copied.named_buffers(recurse=False)} for name, _, copied in copies}
         for name, _, copied in copies:
-            handles.append(copied.register_forward_hook(lambda *given, name=name: note(name, *given)))
+            handles.append(copied.register_forward_hook(lambda *call, name=name: note(name, *call)))
 
         def leaf(tensor: Any) -> Any:
             if not self.gradients or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
@@ -318,8 +318,8 @@ class _Passes:
             return
         noise = torch.Generator().manual_seed(2)
         total = sum((end * torch.randn(end.shape[1:], generator=noise, dtype=torch.float64)).sum() for end in ends)
-        found = torch.autograd.grad(total, result.leaves, allow_unused=True)
-        result.values |= {("gradient", "", str(i)): grad for i, grad in enumerate(found) if grad is not None}
+        gradients = torch.autograd.grad(total, result.leaves, allow_unused=True)
+        result.values |= {("gradient", "", str(i)): grad for i, grad in enumerate(gradients) if grad is not None}
 
     def _parameter(self, original: torch.Tensor) -> nn.Parameter:
         if id(original) not in self.weights:
