@@ -221,6 +221,9 @@ def copy_fits(model: nn.Module) -> bool:
 
 # Drawing tokens
 
+MOST_BYTES = 4
+"""Bytes of a character in UTF-8, at most: a token may be one of them."""
+
 
 class Draw(LogitsProcessor):
     """Draws the next token of each row, and records it and its log-probability."""
@@ -283,9 +286,16 @@ class Draw(LogitsProcessor):
     def _at_stop(self, row: int) -> bool:
         if not self._sampling.stop:
             return False
-        longest = max(map(len, self._sampling.stop))
-        text = self._tokenizer.decode(self._tokens[row][-longest - 1 :])  # a token is at least a byte
-        return any(stop in text for stop in self._sampling.stop)
+        stops, tokens = self._sampling.stop, self._tokens[row]
+        first = max(0, len(tokens) - max(len(stop.encode()) for stop in stops) - MOST_BYTES)  # a token is a byte or more
+        # Some decoders read no character of a run of bytes that begins inside one: then a later byte begins one.
+        for begin in range(first, first + MOST_BYTES):
+            text = self._tokenizer.decode(tokens[begin:])
+            if any(stop in text for stop in stops):
+                return True
+            if not text.startswith("\N{REPLACEMENT CHARACTER}"):
+                break
+        return False
 
     def answers(self) -> list[Answer]:
         """Return the answers of all rows."""

@@ -255,7 +255,7 @@ class Sampler:
             answers = self.engine.generate(requests, pending.sampling) if requests else []
             texts: dict[Name, str | None] = dict.fromkeys(turns)
             for episode, answer in zip(speaking, answers, strict=True):
-                texts[episode.sample.name] = text = self._text(answer.ids)
+                texts[episode.sample.name] = text = self._text(answer.ids, answer.finished)
                 self._add(episode.sample, answer)
                 episode.messages.append({"role": "assistant", "content": text})
             for name in turns:
@@ -312,8 +312,11 @@ class Sampler:
                 self._take(episode.sample, episode.prompt, turn)
         return result
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self.encoder.tokenizer.decode(ids, skip_special_tokens=True))
+    def _text(self, ids: Sequence[int], finished: bool) -> str:
+        """Return tokens as text, without the special token that ended them; any other one is part of the answer."""
+        decode, last = self.encoder.tokenizer.decode, ids[-1:]
+        is_special = decode(last) != decode(last, skip_special_tokens=True)
+        return str(decode(ids[:-1] if finished and is_special else ids))
 
     def _add(self, sample: Sample, answer: Answer) -> None:
         """Add the tokens of an answer to a sample."""
@@ -321,7 +324,7 @@ class Sampler:
         sample.logprobs += answer.logprobs
         sample.own += [True] * len(answer.ids)
         sample.finished = answer.finished
-        sample.text = self._text(sample.tokens)
+        sample.text = self._text(sample.tokens, answer.finished)
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:

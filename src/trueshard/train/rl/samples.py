@@ -47,7 +47,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each of ``tokens`` by the engine, in nats; 0 if an environment gave it."""
     text: str = ""
-    """``tokens`` as text, without special tokens."""
+    """``tokens`` as text, without the special token that ended the answer."""
     finished: bool = False
     """True if it ended by itself, False if it was cut at the largest number of tokens."""
     weights_version: int = 0
