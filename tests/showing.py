@@ -121,6 +121,7 @@ def answer(step: int, prompt: int, sample: int, **more: Any) -> dict[str, Any]:
         "step": step,
         "prompt": prompt,
         "sample": sample,
+        "group": 0,
         "text": "".join(pieces[:-1]),
         "prompt_text": f"Sort these digits, and answer with them alone.\n{' '.join(map(str, digits))}",
         "tokens": list(range(100, 100 + len(pieces))),

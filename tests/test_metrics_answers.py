@@ -82,6 +82,7 @@ def test_a_sample_is_a_line(tmp_path: Path) -> None:
     sample = Sample(asked=[1, 2], **own)
     assert line(sample, whole["prompt_text"], whole["pieces"], whole["trained_logprobs"]) == whole
     assert "trained_logprobs" not in line(sample, "", whole["pieces"])
+    assert line(sample, "", whole["pieces"], group=1)["group"] == 1
 
 
 def test_steps_may_be_left_out(tmp_path: Path) -> None:
@@ -155,6 +156,15 @@ class Shows(Kept):
         if step == self.fails_at:
             raise ConnectionError("nobody there")
         self.texts.append((step, tag, markdown))
+
+
+def test_trackers_are_shown_the_first_group_alone_if_its_prompt_comes_again(tmp_path: Path) -> None:
+    shows = Shows()
+    writer = SamplesWriter(tmp_path, Tracking([shows], {}, tmp_path, "sort"))
+    writer.write([answer(1, 5, i, group=i // 2, reward=i) for i in range(4)])
+    writer.on_step(None, {"step": 1})  # type: ignore[arg-type]
+    ((_, _, text),) = shows.texts
+    assert lacking(text, "2 answers", "**Best:** reward 1", "**Worst:** reward 0") == []
 
 
 def test_trackers_that_show_texts_get_some_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import chromium
 from messages import lacking, naming
+from parity import Ranks
 from resting import all_but
 from showing import answer, answers, data_of, rewarded, write_run, write_samples
+from test_rl_rollouts import model_of, records, reward, tokenizer
 from trueshard.errors import UserError
 from trueshard.train.metrics import answers as answers_file
 from trueshard.train.metrics.answers import choose, page
@@ -112,6 +115,50 @@ def test_of_big_steps_the_best_and_the_worst_answers_are_kept(tmp_path: Path, mo
     assert data["left_out"]["answers"] == 6 * len(groups)
 
 
+def twice(folder: Path) -> Path:
+    """Prompt 0 has one group in step 1, two in step 2 and one in step 3; prompt 1 has two in step 2 alone."""
+    groups = [(1, 0, 0, 0.0), (2, 0, 0, 0.25), (2, 1, 0, 0.5), (2, 0, 1, 1.0), (2, 1, 1, 0.75), (3, 0, 0, 1.0)]
+    lines = [
+        answer(step, prompt, 4 * group + i, group=group, reward=reward, used=group == 0)
+        for step, prompt, group, reward in groups
+        for i in range(4)
+    ]
+    return write_samples(folder, lines)
+
+
+def test_two_groups_of_a_prompt_in_a_step_are_kept_apart(tmp_path: Path) -> None:
+    file = twice(tmp_path)
+    first, second = data_of(page("twice", file, read_steps(file)))["prompts"]
+    assert [(group["step"], group["number"]) for group in first["groups"]] == [(1, 0), (2, 0), (2, 1), (3, 0)]
+    assert [group["rewards"] for group in first["groups"]] == [[0] * 4, [0.25] * 4, [1] * 4, [1] * 4]
+    assert [group["used"] for group in first["groups"]] == [True, True, False, True]
+    assert [sorted(shown["sample"] for shown in group["answers"]) for group in second["groups"]] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+def rollout(rank: int, world: int) -> list[dict[str, Any]]:
+    """The lines of a rollout whose only prompt is asked three times."""
+    import trueshard
+    from trueshard.train.rl.run import lines
+
+    model = model_of()
+    trueshard.shard(model)
+    rollouts = trueshard.rl.Rollouts(
+        model, tokenizer(), records(1), reward, batch_size=12, rl={"samples": 4, "skip_equal": False}
+    )
+    next(rollouts)
+    rollouts.close()
+    return lines(rollouts, {})
+
+
+def test_a_rollout_that_asks_a_prompt_again_writes_its_groups(ranks2: Ranks) -> None:
+    for found in ranks2.run(rollout):
+        assert [(line["prompt"], line["group"]) for line in found] == [(0, i // 4) for i in range(12)]
+        assert [line["sample"] for line in found] == list(range(12))
+
+
 # In a browser
 
 
@@ -210,6 +257,31 @@ def test_markup_is_shown_as_it_is_and_what_is_odd_is_marked(tab: chromium.Page) 
     assert "equal rewards" in text(tab, "#group")
     assert "Best" not in text(tab, "#answers")
     assert tab.errors == []
+
+
+@in_a_browser
+def test_groups_of_a_prompt_in_a_step_are_shown_each(browser: chromium.Page, tmp_path: Path) -> None:
+    lines = twice(tmp_path)
+    (html := tmp_path / "twice.html").write_text(page("twice", lines, read_steps(lines)))
+    browser.resize(1280, 1000)
+    browser.open(html)
+    found = []
+    for index in range(4):
+        browser.run(f"go({index})")
+        found.append((text(browser, "#answers-title"), text(browser, "article:nth-of-type(1) h3").split()[-1]))
+    assert found == [
+        ("Answers at step 1", "0"),
+        ("Answers at step 2, group 1 of 2", "0.25"),
+        ("Answers at step 2, group 2 of 2", "1"),
+        ("Answers at step 3", "1"),
+    ]
+    assert "group 2 of 2" in browser.run("(() => { go(2); return $('step-words').innerText; })()")
+    dim = browser.run("[...document.querySelectorAll('#list .dim')].map((e) => e.innerText)")
+    assert dim == ["0 · 3 steps", "1 · step 2"]
+    assert browser.run("[...document.querySelectorAll('path')].every((e) => !e.getAttribute('d').includes('NaN'))")
+    browser.run("choose(data.prompts[1])")
+    assert browser.run("[...document.querySelectorAll('path')].every((e) => !e.getAttribute('d').includes('NaN'))")
+    assert browser.errors == []
 
 
 @in_a_browser

@@ -17,7 +17,7 @@ PAD, END = 0, 1
 SAID = {
     "#c": "ab#cdef",
     "é": "abécdef",
-    "答案：": "ab答案：cdef",
+    "答案は": "ab答案はcdef",
     "😀": "ab😀cdef",
     "нет": "да нет, нет",
     "👩‍🚀.": "👩‍🚀 👩‍🚀. and on",
@@ -104,7 +104,7 @@ def rewarded(rank: int, world: int, kind: str, ids: list[int], rollout: dict[str
 
 @pytest.mark.rest
 @pytest.mark.parametrize("form", [{"copy": "gathered"}, {"copy": "sharded"}, {"copy": "kept"}, {"continuous": True}])
-@pytest.mark.parametrize("stop", ["答案：", "😀", "нет"])
+@pytest.mark.parametrize("stop", ["答案は", "😀", "нет"])
 def test_every_form_of_the_engine_ends_there(form: dict[str, Any], stop: str, ranks2: Ranks) -> None:
     text = SAID[stop]
     ids = tokenizer("level")(text + "tail", add_special_tokens=False)["input_ids"]

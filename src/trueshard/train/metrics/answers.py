@@ -4,6 +4,7 @@
 |---|---|
 | `step` | the optimizer step that it was made for, from 1 |
 | `prompt`, `sample` | number of the prompt in the data, and of the answer among those to it in this step |
+| `group` | number of the group among those of the prompt in this step: 0 unless it came more than once |
 | `text`, `prompt_text` | as text |
 | `tokens`, `pieces` | of the answer: ids, and the text of each |
 | `own` | of each token: false if an environment gave it |
@@ -81,7 +82,7 @@ class SamplesWriter(Callback):
         self._lines.write(answer for answer in fresh if self._is_due(answer["step"], self._every))
         for answer in fresh:
             first = self._first.setdefault(answer["step"], [])
-            if not first or first[0]["prompt"] == answer["prompt"]:
+            if not first or _group(first[0]) == _group(answer):
                 first.append(answer)
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
@@ -99,12 +100,17 @@ class SamplesWriter(Callback):
 
 
 def line(
-    sample: Sample, prompt_text: str, pieces: Sequence[str], trained_logprobs: Sequence[float] | None = None
+    sample: Sample,
+    prompt_text: str,
+    pieces: Sequence[str],
+    trained_logprobs: Sequence[float] | None = None,
+    group: int = 0,  # among those of its prompt in the step
 ) -> Line:
     """Return an answer as `SamplesWriter.write` takes it; ``pieces`` and ``trained_logprobs`` have a value a token."""
     keys = ("step", "prompt", "sample", "text", "tokens", "own", "logprobs", "reward", "parts", "finished")
     result = {key: getattr(sample, key) for key in (*keys, "weights_version")}
     result |= {"prompt_text": prompt_text, "pieces": list(pieces), "advantage": sample.advantage, "used": sample.used}
+    result["group"] = group
     return result if trained_logprobs is None else result | {"trained_logprobs": list(trained_logprobs)}
 
 
@@ -146,6 +152,11 @@ def markdown(answers: Sequence[Line]) -> str:
     for word, answer in [("Best", best), ("Worst", worst)] if len(answers) > 1 else [("Answer", best)]:
         shown += [f"**{word}:** {_score(answer)}", _literal(answer["text"])]
     return "\n\n".join(shown)
+
+
+def _group(answer: Line) -> tuple[int, int]:
+    """Return which group of a step an answer is of: (prompt, number among those of the prompt)."""
+    return answer["prompt"], answer.get("group", 0)
 
 
 def _score(answer: Mapping[str, Any]) -> str:
@@ -222,14 +233,14 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int
     prompts: dict[int, Line] = {}
     left_out = {"answers": 0, "groups": 0, "tokens": 0}
     for step, places in chosen.steps.items():
-        groups: dict[int, list[Line]] = defaultdict(list)  # the answers to each prompt
-        sizes: dict[int, float] = defaultdict(float)  # their bytes in the page
+        groups: dict[tuple[int, int], list[Line]] = defaultdict(list)
+        sizes: dict[tuple[int, int], float] = defaultdict(float)  # bytes in the page
         for line, place in zip(read_some(file, places), places, strict=True):
-            groups[line["prompt"]].append(line)
-            sizes[line["prompt"]] += SHRINKS * place.size
+            groups[_group(line)].append(line)
+            sizes[_group(line)] += SHRINKS * place.size
         used = 0.0
-        for number, lines in groups.items():
-            shown, size = sorted(lines, key=_sortable_reward, reverse=True), sizes[number]
+        for (number, group_number), lines in groups.items():
+            shown, size = sorted(lines, key=_sortable_reward, reverse=True), sizes[number, group_number]
             if math.isfinite(chosen.bytes_a_step):
                 shown, size = [*shown[:1], *shown[1:][-1:]], size * min(1.0, 2 / len(lines))
             if used and used + size > chosen.bytes_a_step:
@@ -240,6 +251,7 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int
             left_out["tokens"] += sum(max(0, len(line.get("tokens", [])) - MOST_TOKENS) for line in shown)
             group = {
                 "step": step,
+                "number": group_number,
                 "version": lines[0].get("weights_version"),
                 "used": all(line.get("used", True) for line in lines),
                 "rewards": [rounded(line["reward"]) for line in lines],

@@ -16,6 +16,7 @@ for (const prompt of data.prompts) {
   prompt.last = prompt.groups.at(-1).step;
 }
 const now = { prompt: data.prompts[0], index: 0, cards: [] };
+const steps = (prompt) => new Set(prompt.groups.map((group) => group.step)).size;
 const fixed = (value) => (Number.isNaN(value) ? "–" : minus(value.toFixed(2)));
 
 // The list of prompts
@@ -36,9 +37,9 @@ function has(prompt, words) {
 function spark(prompt) {
   const groups = prompt.groups.filter((group) => !Number.isNaN(group.mean));
   if (groups.length < 2) return "";
-  const [first, last] = [groups[0].step, groups.at(-1).step], wide = RANGE[1] - RANGE[0] || 1;
+  const [first, last] = [groups[0].step, groups.at(-1).step], wide = RANGE[1] - RANGE[0] || 1, apart = last - first || 1;
   const points = groups.map(({ step, mean: value }) =>
-    `${(((step - first) / (last - first)) * 62 + 1).toFixed(1)},${(15 - ((value - RANGE[0]) / wide) * 14).toFixed(1)}`);
+    `${(((step - first) / apart) * 62 + 1).toFixed(1)},${(15 - ((value - RANGE[0]) / wide) * 14).toFixed(1)}`);
   return element("svg", { viewBox: "0 0 64 16", "aria-hidden": "true" }, element("path", { class: "spark", d: `M${points.join("L")}` }));
 }
 
@@ -49,7 +50,7 @@ function list() {
     element("button", { type: "button", "aria-current": String(prompt === now.prompt), onclick: () => choose(prompt) },
       element("span", { class: "words" }, prompt.text.trim().split("\n").at(-1) || "(no text)"),
       element("span", { class: "mean" }, fixed(prompt.mean)),
-      element("span", { class: "dim" }, `${prompt.number} · ${prompt.groups.length === 1 ? `step ${prompt.last}` : `${prompt.groups.length} steps`}`),
+      element("span", { class: "dim" }, `${prompt.number} · ${steps(prompt) === 1 ? `step ${prompt.last}` : `${steps(prompt)} steps`}`),
       spark(prompt)))));
   $("more").textContent = found.length > SHOWN ? `${number(found.length - SHOWN)} more: search for them.` : found.length ? "" : "No prompt has these words.";
 }
@@ -109,10 +110,12 @@ function go(index) {
   now.index = Math.max(0, Math.min(index, groups.length - 1));
   const group = groups[now.index], count = group.rewards.length;
   $("step").value = now.index;
-  $("step").setAttribute("aria-valuetext", `step ${group.step}`);
+  const beside = groups.filter((each) => each.step === group.step); // a prompt may come more than once in a step
+  const which = beside.length > 1 ? `, group ${beside.indexOf(group) + 1} of ${beside.length}` : "";
+  $("step").setAttribute("aria-valuetext", `step ${group.step}${which}`);
   [$("before").disabled, $("after").disabled] = [now.index === 0, now.index === groups.length - 1];
-  $("step-words").textContent = `step ${number(group.step)} of ${number(data.steps.at(-1))}`;
-  $("answers-title").textContent = `Answers at step ${number(group.step)}`;
+  $("step-words").textContent = `step ${number(group.step)} of ${number(data.steps.at(-1))}${which}`;
+  $("answers-title").textContent = `Answers at step ${number(group.step)}${which}`;
   const said = [`${count} answer${count === 1 ? "" : "s"}`, `mean reward ${fixed(group.mean)}`];
   if (group.answers.length < count) said.push(`${group.answers.length} shown`);
   if (known(group.version) && group.version !== group.step - 1) said.push(`weights after step ${number(group.version)}`);

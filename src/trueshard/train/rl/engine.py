@@ -287,7 +287,8 @@ class Draw(LogitsProcessor):
         if not self._sampling.stop:
             return False
         stops, tokens = self._sampling.stop, self._tokens[row]
-        first = max(0, len(tokens) - max(len(stop.encode()) for stop in stops) - MOST_BYTES)  # a token is a byte or more
+        # A token is a byte, or more.
+        first = max(0, len(tokens) - max(len(stop.encode()) for stop in stops) - MOST_BYTES)
         # Some decoders read no character of a run of bytes that begins inside one: then a later byte begins one.
         for begin in range(first, first + MOST_BYTES):
             text = self._tokenizer.decode(tokens[begin:])

@@ -156,5 +156,6 @@ def lines(rollouts: Rollouts, trained: Mapping[int, list[float]]) -> list[dict[s
     for sample in rollouts.current.samples:
         pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
         trained_logprobs = sample.old_logprobs or of_last.get(id(sample))
-        result.append(line(sample, prompt_text(*sample.asked), pieces, trained_logprobs))
+        group = sample.sample // rollouts.rl.samples
+        result.append(line(sample, prompt_text(*sample.asked), pieces, trained_logprobs, group))
     return result
