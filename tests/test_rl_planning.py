@@ -22,6 +22,7 @@ from trueshard.planner.workload import Study, Workload
 from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.config import Config
 from trueshard.train.parse import load_config
+from trueshard.train.rl import forecast as rl_forecast
 from trueshard.train.rl.engine import TransformersEngine
 from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Request, Sampling
@@ -59,7 +60,7 @@ def allocated(rank: int, world: int, words: dict[str, Any]) -> tuple[int, int]:
     count = config.rollout.batch * world
     asked = [Request((1, number, 0), [1] * prompt, most=config.rollout.tokens) for number in range(count)]
     engine.generate(asked, Sampling(1.0, seed=0))
-    return copied, forecast.bytes_of_cache(seen[-1])
+    return copied, rl_forecast.bytes_of_cache(seen[-1])
 
 
 class Tokenizer:
@@ -71,7 +72,7 @@ class Tokenizer:
 def test_copy_and_cache_take_the_bytes_that_were_planned(precision: str | None, ranks2: Ranks) -> None:
     config = configured(*([] if precision is None else [f"shard.mixed_precision={precision}"]))
     settings = check_settings(config, 2)
-    planned = forecast.copy_bytes(config, settings), forecast.simulate_generation(config, settings).cache_bytes
+    planned = rl_forecast.copy_bytes(config, settings), rl_forecast.simulate_generation(config, settings).cache_bytes
     assert ranks2.run(allocated, {"mixed_precision": precision}) == [planned] * 2
 
 
@@ -83,11 +84,11 @@ class Update(Setting):
 
     def workload(self) -> Workload:
         config = configured(*self.overrides)
-        loss, score = forecast.policy_functions(config)
+        loss, score = rl_forecast.policy_functions(config)
         return dataclasses.replace(
             Setting("llama", self.optimizer).workload(),
             name=self.model,
-            batch=lambda rows, length: forecast.policy_batch(config, rows, length - 1),
+            batch=lambda rows, length: rl_forecast.policy_batch(config, rows, length - 1),
             loss=loss,
             score=score,
             sequence=config.train.sequence_length,
@@ -170,7 +171,7 @@ def study_of(*overrides: str) -> Any:
 def test_without_a_copy_less_stays(copy: str) -> None:
     whole, other = study_of("rollout.copy=gathered"), study_of(f"rollout.copy={copy}")
     bytes_of_copy = whole.forecast.peak_live_bytes - other.forecast.peak_live_bytes
-    assert bytes_of_copy == forecast.copy_bytes(configured(), check_settings(configured(), 2))
+    assert bytes_of_copy == rl_forecast.copy_bytes(configured(), check_settings(configured(), 2))
 
 
 def remedy(tmp_path: Path, *overrides: str, used: int) -> out_of_memory.Remedy:
