@@ -33,6 +33,7 @@ FORGETFUL = """{% for message in messages %}{{ message['role'] + ': ' }}\
 
 def chat(root: Path, records: list[Any], template: str | None = None, length: int = 256, **data: Any) -> Prepared:
     """The data of conversations, through a template."""
+    root.mkdir(exist_ok=True)
     tokenizer: dict[str, Any] = {"vocab_size": 400}
     if template is not None:
         (root / "template.jinja").write_text(template)
@@ -292,3 +293,92 @@ def test_text_file_is_no_file_of_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(UserError, match=naming("data.path", "a.txt", 'data.format = "chat"')):
         corpora.made(corpora.config(tmp_path, {"format": "chat", "path": str(tmp_path / "a.txt")}))
+
+
+MARKED_WITHOUT_END = """{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}\
+{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}\
+{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>' }}{{ '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+ALL_MARKED = "{% generation %}" + HEADS + "{% endgeneration %}"
+TWICE_MARKED = MARKED_WITHOUT_END.replace("{{ '<|im_end|>' }}", "{% generation %}{{ '<|im_end|>' }}{% endgeneration %}")
+"""Marks each turn twice, and what a user's turn ends with, too."""
+
+
+def weighted(*weights: Any) -> dict[str, Any]:
+    record = corpora.conversation(5, turns=len(weights))
+    for message, weight in zip(record["messages"][1::2], weights, strict=True):
+        message |= {} if weight is None else {"weight": weight}
+    return record
+
+
+@pytest.mark.parametrize("template", [None, HEADS, BARE, TWICE_MARKED], ids=["marked", "unmarked", "bare", "twice"])
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [((0, 1), ["6"]), ((1, 0), ["5"]), ((0, None), ["6"]), ((0.0, 1.0, 0), ["6"]), ((1, 1), ["5", "6"])],
+)
+def test_an_answer_of_weight_zero_is_no_target(
+    tmp_path: Path, template: str | None, weights: tuple[Any, ...], said: list[str]
+) -> None:
+    """And it is read all the same, wherever the tokens of the others are."""
+    data, plain = (
+        chat(tmp_path / name, [record], template, packing=False)
+        for name, record in (("a", weighted(*weights)), ("b", weighted(*[None] * len(weights))))
+    )
+    learnt = corpora.learnt(data, data.train[0]["targets"])
+    assert [n for n in "567" if f"That is {n}." in learnt] == said
+    assert data.train[0]["input_ids"].tolist() == plain.train[0]["input_ids"].tolist()
+
+
+def test_weights_count_for_all_that_is_learnt(tmp_path: Path) -> None:
+    everything = chat(tmp_path / "a", [weighted(0, 1)], packing=False, answers_only=False)
+    learnt = corpora.learnt(everything, everything.train[0]["targets"])
+    assert "That is 5." not in learnt
+    assert ["What is 5 + 0?" in learnt, "That is 6." in learnt] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        (weighted(2), ("messages[1]", "weight is 2", "0 (no target) or 1")),
+        (weighted(0.5), ("messages[1]", "weight is 0.5")),
+        (weighted(True), ("messages[1]", "weight is True")),
+        (weighted("0"), ("messages[1]", "weight is '0'")),
+        ({"messages": [{"role": "user", "content": "?", "weight": 1}]}, ("messages[0]", "'user'", "weight")),
+        (weighted(0, 0), ("the assistant says with a weight of 1",)),
+    ],
+)
+def test_wrong_weights_are_named(tmp_path: Path, record: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="line 2") as error:
+        chat(tmp_path, [corpora.conversation(1), record])
+    assert lacking(str(error.value), *parts) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (MARKED_WITHOUT_END, ["<|im_end|>", "no target", "learn to stop", "{% generation %}"]),
+        (ALL_MARKED, ["the prompt a target", "data.answers_only"]),
+        (BARE, ["no special token", "learn to stop", "tokenizer.chat_template"]),
+        (HEADS, []),
+        (None, []),
+    ],
+    ids=["without end", "everything", "bare", "heads", "chatml"],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_targets_that_teach_the_wrong_thing_are_told_of_once(
+    tmp_path: Path, template: str | None, parts: list[str], streaming: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [corpora.conversation(n, 2) for n in range(3)]
+    records[0]["messages"].insert(0, SYSTEM)
+    chat(tmp_path, records, template, streaming=streaming)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "chat.jsonl, line 1: " in line]
+    assert len(lines) == bool(parts)
+    assert [lacking(line, *parts) for line in lines] == [[]] * len(lines)
+
+
+def test_a_single_answer_without_its_end_is_found_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = "{% if message['content'] != 'That is 2.' %}{{ '<|im_end|>' }}{% endif %}{% endgeneration %}"
+    template = MARKED_WITHOUT_END.replace("{% endgeneration %}", end)
+    chat(tmp_path, [corpora.conversation(n) for n in range(3)], template)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no target" in line]
+    assert "chat.jsonl, line 3: " in line

@@ -62,9 +62,11 @@ class SourceSection(Section):
 class DataSection(Section):
     """The training data: exactly one of `path` and `sources`."""
 
-    format: Literal["text", "chat", "preference", "vision", "prompt"] = "text"
+    format: Literal["text", "chat", "preference", "vision", "prompt", "completion", "instruction"] = "text"
     """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
-    vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward."""
+    vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward.
+    completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
+    (Alpaca). Left out, the keys of the first record tell: text if `data.field` is among them, or if they fit none."""
     path: Text | None = None
     """A folder or file of text, JSONL, JSON, CSV or Parquet, a data set on the hub ("owner/name"), or "stdlib":
     the source of Python's own library."""
@@ -82,9 +84,10 @@ class DataSection(Section):
     streaming: bool = False
     """Read during training instead of preparing all data first."""
     packing: bool = True
-    """Several conversations share a sequence without seeing each other (format "chat"). False: one, padded."""
+    """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction").
+    False: one, padded."""
     answers_only: bool = True
-    """Only tokens of the assistant count in the loss (formats "chat" and "vision")."""
+    """Only tokens of the assistant, or the completion, count in the loss (also with format "vision")."""
     images: bool = False
     """Every record has `images`, as with format "vision" (format "prompt")."""
     prefetch: Annotated[int, Field(ge=0)] = 2
@@ -325,12 +328,13 @@ class LogSection(Section):
 
 
 class SampleSection(Section):
-    """The continuation that is printed when training ends."""
+    """The continuation, or answer, that is printed when training ends."""
 
     prompt: str = ""
-    """Text that the model continues; empty: it begins a new document."""
+    """Text that the model continues; if the data are conversations, what a user says, for the chat template. Empty: a
+    new document with format "text", and no sample with others."""
     tokens: Annotated[int, Field(ge=0)] = 64
-    """Tokens to sample; 0 leaves the sample out."""
+    """Tokens to sample, at most; an answer ends where the model ends it. 0 leaves the sample out."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
     """0 always takes the likeliest token."""
 
@@ -361,13 +365,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _go_together(self) -> Config:
+        is_open = self.rl is None and "format" not in self.data.model_fields_set  # until `located` has seen the data
         if self.model.architecture is not None and self.tokenizer.path is None and self.tokenizer.vocab_size is None:
             raise ValueError(
                 "tokenizer.vocab_size or tokenizer.path is missing, and model.architecture brings no tokenizer; set one"
             )
         if self.model.quantize != "none" and self.adapter is None:
             raise ValueError("model.quantize freezes the weights, and there is no [adapter] to train; add one")
-        if "preference" in self.model_fields_set and self.data.format != "preference":
+        if "preference" in self.model_fields_set and self.data.format != "preference" and not is_open:
             raise ValueError('[preference] goes with data.format = "preference" only; remove it, or set that')
         if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
@@ -376,9 +381,11 @@ class Config(Section):
             self._exactly()
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
-        for key, formats in {"packing": ("chat",), "answers_only": ("chat", "vision"), "images": ("prompt",)}.items():
-            if key in self.data.model_fields_set and self.data.format not in formats:
-                raise ValueError(f'data.{key} goes with data.format = "{formats[0]}" only; remove it, or set that')
+        answers = ("chat", "completion", "instruction")
+        for key, formats in {"packing": answers, "answers_only": (*answers, "vision"), "images": ("prompt",)}.items():
+            if key in self.data.model_fields_set and self.data.format not in formats and not is_open:
+                words = " or ".join(f'"{name}"' for name in formats)
+                raise ValueError(f"data.{key} goes with data.format = {words} only; remove it, or set that")
         if self.data.streaming and self.train.epochs is not None:
             raise ValueError("train.epochs needs the amount of data, which data.streaming does not know; set steps")
         if self.data.streaming and self.evaluation is not None and self.evaluation.path is None:

@@ -7,6 +7,7 @@
 - The targets are the assistant's turns, as the template marks them (`{% generation %}`). Without marks, the
   conversation is rendered up to the beginning and up to the end of each turn, and the text between is the target, with
   the token that ends the turn. Both must be prefixes of the whole.
+- A message of the assistant with `weight` 0 (as OpenAI writes it) is no target; 1 is what it has without.
 - Targets are found as spans of characters, so that the whole is tokenised once, as it is when the model is used.
 """
 
@@ -94,6 +95,11 @@ def _message(entry: Any, where: str, role: str, content: str) -> Message:
         state = f"a {type(value).__name__} under {content!r}" if value is not None else f"keys {sorted(entry)}"
         raise UserError(f"{where}: wanted {content!r}, a string or a list of parts, found {state}; correct it")
     others = {key: value for key, value in entry.items() if key not in (role, content)}
+    weight = others.get("weight", 1)
+    if "weight" in others and name != "assistant":
+        raise UserError(f"{where}: a message of role {word!r} has a weight, which only the assistant's have; remove it")
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UserError(f"{where}: weight is {weight!r:.80}, wanted 0 (no target) or 1; correct it")
     return {"role": name, "content": value, **others}
 
 
@@ -124,6 +130,8 @@ class ChatTemplate:
         self._marked = GENERATION.search(tokenizer.chat_template) is not None
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = (*tokenizer.all_special_tokens, *added)
+        self.notes: dict[str, str] = {}
+        """What targets lack or have too much, and what to do → place of the first such conversation."""
 
     def render(self, turns: list[Message], where: str, tools: Any = None, context: int = 0) -> Rendered:
         """Render a conversation; its first ``context`` messages have no targets. Raises `UserError` if that fails."""
@@ -141,21 +149,53 @@ class ChatTemplate:
             return len(written)
 
         begin = prefix(context)
+        answers = [number for number, message in enumerate(turns) if message["role"] == "assistant"]
+        silent = [number for number in answers if turns[number].get("weight") == 0]
         if not self.answers_only:
             spans = [(begin, len(text))]
         elif self._marked:
+            if len(marked) == len(answers):  # else, what a message becomes is found below
+                marked = [span for number, span in zip(answers, marked, strict=True) if number not in silent]
+                silent = []
             spans = [span for span in marked if span[0] >= begin]
         else:
             spans = []
-            for number, message in enumerate(turns):
-                if message["role"] == "assistant" and number >= context:
-                    first, last = prefix(number, prompt=True), prefix(number + 1)
-                    answer = text[first:last].rstrip()
-                    # A line break after the token that ends a turn is nobody's; without that token, it is the end.
-                    spans.append((first, first + len(answer) if answer.endswith(self._ends) else last))
+            for number in (number for number in answers if number >= context and number not in silent):
+                first, last = prefix(number, prompt=True), prefix(number + 1)
+                answer = text[first:last].rstrip()
+                # A line break after the token that ends a turn is nobody's; without that token, it is the end.
+                spans.append((first, first + len(answer) if answer.endswith(self._ends) else last))
+            silent = []
+        for first, last in ((prefix(number), prefix(number + 1)) for number in silent):
+            spans = [part for a, b in spans for part in ((a, min(b, first)), (max(a, last), b)) if part[0] < part[1]]
         if not any(first < last for first, last in spans):
-            raise UserError(f"{where}: there is nothing that the assistant says, so nothing to learn; leave it out")
+            weights = " with a weight of 1" if any("weight" in turns[number] for number in answers) else ""
+            raise UserError(
+                f"{where}: there is nothing that the assistant says{weights}, so nothing to learn; leave it out"
+            )
+        if self.answers_only:
+            self._note(turns, text, spans, where)
         return Rendered(text, spans)
+
+    def _note(self, turns: list[Message], text: str, spans: list[Span], where: str) -> None:
+        """Add to ``notes`` what is wrong with the targets of a conversation."""
+        unlearnt = "so the model does not learn to stop"
+        asked = "".join(texts(turns[:1])).strip() if turns[0]["role"] != "assistant" else ""
+        place = text.find(asked) if asked else -1
+        if any(first <= place < last for first, last in spans):
+            remedy = "move its {% generation %}, or set data.answers_only = false if that is meant"
+            self.notes.setdefault(f"the chat template makes the prompt a target, too; {remedy}", where)
+        for first, last in spans:
+            if text[first:last].rstrip().endswith(self._ends):
+                continue
+            after = text[last:].lstrip()
+            if (end := max((end for end in self._ends if after.startswith(end)), key=len, default=None)) is not None:
+                remedy = "move it into {% generation %} of tokenizer.chat_template"
+                self.notes.setdefault(f"{end} after what the assistant says is no target, {unlearnt}; {remedy}", where)
+            elif not any(end in text[first:] for end in self._ends):
+                remedy = "set tokenizer.chat_template to one that does"
+                note = f"the chat template writes no special token after what the assistant says, {unlearnt}; {remedy}"
+                self.notes.setdefault(note, where)
 
     def prompt(self, turns: list[Message], where: str, tools: Any = None) -> str:
         """Return a conversation as text, up to where the assistant begins to answer. Raises `UserError`."""
@@ -185,6 +225,7 @@ class ChatTemplate:
 
         problem = f"{where}: the chat template refuses it"
         remedy = "correct it, or set tokenizer.chat_template"
+        turns = [{key: value for key, value in message.items() if key != "weight"} for message in turns]
         with explained(problem, remedy, (TemplateError, TypeError, ValueError, KeyError)):
             rendered: Any = render_jinja_template(
                 conversations=[turns],

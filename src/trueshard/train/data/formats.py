@@ -3,6 +3,9 @@
 - "text": documents, each followed by an end-of-text token, joined and cut into sequences without padding. The last
   target of a sequence is the first input of the next.
 - "chat": conversations through a chat template.
+- "completion": `prompt` and `completion`, strings that are joined as they are, or lists of messages for the chat
+  template. "instruction": `instruction`, `input` and `output`, as Alpaca has them, as a conversation of two messages.
+  Of both the prompt is no target, unless `answers_only` is false.
 - "preference": two documents a record that begin with the same prompt; the answers are the targets. `prompt`, `chosen`
   and `rejected` are strings, joined as they are, or lists of messages, which go through the chat template. Without
   `prompt`, it is the messages that both conversations share.
@@ -13,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -36,7 +40,7 @@ from trueshard.train.data.batches import (
     pad_ends,
     stack,
 )
-from trueshard.train.data.sources import DataSource, Fields, Record
+from trueshard.train.data.sources import READERS, DataSource, Fields, HubSource, Record, find, kind
 from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.data.vision import VisionCollate, store_images, vision_messages
 
@@ -45,6 +49,7 @@ Layout = Literal["joined", "packed", "single", "kept"]
 share a sequence. single: a sample is one record, padded in a batch. kept: one record, as JSON that becomes tokens with
 its batch."""
 Part = str | list[chat.Message]
+Columns = tuple[tuple[str, ...], ...]
 
 RECORDS_AT_ONCE = 256
 """Records that are tokenised together: a fast tokenizer spreads one call over threads."""
@@ -56,6 +61,8 @@ class Format:
 
     noun: ClassVar[str]  # name of such data, in messages
     rows: ClassVar[int] = 1  # rows of a batch that a record becomes
+    columns: ClassVar[Columns] = ()  # sets of keys, each of which shows a record to be of this format
+    conversational: bool = False  # for some formats from their first record on: their texts are messages
     layout: Layout = "single"
 
     def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
@@ -68,7 +75,7 @@ class Format:
     @classmethod
     def layout_of(cls, section: DataSection) -> Layout:
         """Return the layout, known before a tokenizer is, so that a forecast can make batches of the same form."""
-        return cls.layout
+        return "single" if cls.layout == "packed" and not section.packing else cls.layout
 
     @classmethod
     def parts(cls, section: DataSection, record: Record) -> Sequence[Part]:
@@ -106,6 +113,21 @@ class Format:
         """The tokenizer's chat template."""
         return chat.ChatTemplate(self.tokenizer, self.section.answers_only)
 
+    def opening(self, prompt: str) -> str | None:
+        """Return the text that a model of these data reads for a prompt; None without a prompt, but for text."""
+        if self.conversational and prompt:
+            return self.template.prompt([{"role": "user", "content": prompt}], "sample.prompt")
+        return prompt if prompt or isinstance(self, TextFormat) else None
+
+    def notes(self) -> list[str]:
+        """Return a line on each thing that is wrong with the targets of what was encoded."""
+        return [f"{where}: {note}" for note, where in self.template.notes.items()] if self.conversational else []
+
+    def _answered(self, prompt: str, answer: str) -> Document:
+        question, reply = self.tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+        ids = np.array([*question, *reply, self.tokenizer.eos_token_id])
+        return Document(ids, np.arange(len(ids)) >= len(question))
+
 
 class TextFormat(Format):
     noun = "text"
@@ -126,10 +148,9 @@ class TextFormat(Format):
 
 class ChatFormat(Format):
     noun = "conversations"
-
-    @classmethod
-    def layout_of(cls, section: DataSection) -> Layout:
-        return "packed" if section.packing else "single"
+    columns: ClassVar[Columns] = (("messages",), ("conversations",))
+    conversational = True
+    layout = "packed"
 
     @classmethod
     def parts(cls, section: DataSection, record: Record) -> list[list[chat.Message]]:
@@ -144,9 +165,44 @@ class ChatFormat(Format):
         return [(document,) for document in self.template.documents(rendered)]
 
 
+class InstructionFormat(ChatFormat):
+    noun = "instructions"
+    columns = (("instruction", "output"),)
+
+    @classmethod
+    def parts(cls, section: DataSection, record: Record) -> list[list[chat.Message]]:
+        asked, more, answer = _strings(("instruction", "input", "output"), record, optional="input")
+        user = {"role": "user", "content": f"{asked}\n\n{more}" if more.strip() else asked}
+        return [[user, {"role": "assistant", "content": answer}]]
+
+
+class CompletionFormat(Format):
+    noun = "prompts with completions"
+    columns = (("prompt", "completion"),)
+    layout = "packed"
+
+    @classmethod
+    def parts(cls, section: DataSection, record: Record) -> Sequence[Part]:
+        return _completion(record)
+
+    def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
+        return [(self._encode(record),) for record in records]
+
+    def _encode(self, record: Record) -> Document:
+        prompt, completion = _completion(record)
+        if isinstance(prompt, str):
+            document = self._answered(prompt, completion)
+            return document if self.section.answers_only else all_targets(document.ids)
+        self.conversational = True
+        context = len(prompt) if self.section.answers_only else 0
+        turns, tools = [*prompt, *completion], record.fields.get("tools")
+        return self.template.documents([self.template.render(turns, record.where, tools, context)])[0]
+
+
 class PreferenceFormat(Format):
     noun = "preferences"
     rows = 2
+    columns = (("chosen", "rejected"),)
 
     @classmethod
     def parts(cls, section: DataSection, record: Record) -> tuple[Any, Any, Any]:
@@ -160,17 +216,13 @@ class PreferenceFormat(Format):
         prompt, *answers = _pair(record.fields, record.where)
         if isinstance(prompt, str):
             return tuple(self._answered(prompt, answer) for answer in answers)
+        self.conversational = True
         tools, context = record.fields.get("tools"), len(prompt)
         rendered = [
             self.template.render([*prompt, *answer], f"{record.where}: {key}", tools, context)
             for key, answer in zip(PAIR[1:], answers, strict=True)
         ]
         return tuple(self.template.documents(rendered))
-
-    def _answered(self, prompt: str, answer: str) -> Document:
-        question, reply = self.tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
-        ids = np.array([*question, *reply, self.tokenizer.eos_token_id])
-        return Document(ids, np.arange(len(ids)) >= len(question))
 
     def sample(self, documents: Documents) -> Sample:
         return {side: document.sample() for side, document in zip(PAIR[1:], documents, strict=True)}
@@ -182,6 +234,8 @@ class PreferenceFormat(Format):
 
 class VisionFormat(Format):
     noun = "conversations with images"
+    columns = (("messages", "images"), ("conversations", "images"))
+    conversational = True
     layout = "kept"
 
     def __init__(self, section: DataSection, length: int, tokenizer: Any, processor: Any) -> None:
@@ -195,6 +249,7 @@ class VisionFormat(Format):
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record: its messages as JSON. Images held as bytes go to `images/` in ``folder``."""
         conversations = [turns for record in records for turns in self.parts(self.section, record)]
+        self.template.render(conversations[0], records[0].where)  # for its notes
         store_images(conversations, folder)
         return [(json_document(messages),) for messages in conversations]
 
@@ -223,6 +278,7 @@ class PromptFormat(Format):
 
     def _encode(self, record: Record, folder: Path) -> Documents:
         (prompt,) = self.parts(self.section, record)
+        self.conversational |= not isinstance(prompt, str)
         if self.section.images:
             assert not isinstance(prompt, str)
             store_images([prompt], folder)
@@ -240,8 +296,27 @@ FORMATS: dict[str, type[Format]] = {
     "preference": PreferenceFormat,
     "vision": VisionFormat,
     "prompt": PromptFormat,
+    "completion": CompletionFormat,
+    "instruction": InstructionFormat,
 }
 """Value of `data.format` → format; the values stand in `DataSection` too."""
+
+
+def find_format(section: DataSection) -> str:
+    """Return the format that the keys of the first record show; "text" if they show none. `UserError` names several."""
+    record = None
+    with suppress(UserError):  # of what cannot be read, preparation tells
+        source = find(section)[0]
+        if isinstance(source, HubSource) or kind(Path(source.files[0])) in READERS:
+            record = next(source.records(), None)
+    if record is None or record.fields.get(section.field) is not None:
+        return "text"
+    sets = [(set(keys), name) for name, form in FORMATS.items() for keys in form.columns]
+    shown = [(keys, name) for keys, name in sets if all(record.fields.get(key) not in (None, []) for key in keys)]
+    names = [name for keys, name in shown if not any(keys < others for others, _ in shown)]
+    if len(set(names)) > 1:
+        raise UserError(f"{record.where}: its keys show several formats; set data.format to {' or '.join(names)}")
+    return names[0] if names else "text"
 
 
 # Fields of records
@@ -288,6 +363,28 @@ def _pair(fields: Fields, where: str) -> tuple[Any, Any, Any]:
     if not shared:
         raise UserError(f"{where}: has no 'prompt', and chosen and rejected begin differently; add it")
     return first[:shared], first[shared:], second[shared:]
+
+
+def _completion(record: Record) -> list[Any]:
+    """Return prompt and completion: both strings, or both lists of messages. Raises `UserError` otherwise."""
+    fields, where = record.fields, record.where
+    if not all(isinstance(fields.get(key), list) for key in ("prompt", "completion")):
+        return _strings(("prompt", "completion"), record, "strings, or lists of messages")
+    return [chat.flat(chat.messages(fields[key], f"{where}: {key}"), where) for key in ("prompt", "completion")]
+
+
+def _strings(keys: Sequence[str], record: Record, wanted: str = "strings", optional: str = "") -> list[str]:
+    """Return the strings under some keys, the last of which is the answer. Raises `UserError` that names another."""
+    values = [record.fields.get(key) for key in keys]
+    for key, value in zip(keys, values, strict=True):
+        if value is None and key != optional:
+            raise _lacking(key, f"has no {key!r}", record.fields, record.where)
+    if not all(isinstance(value, str | None) for value in values):
+        kinds = ", ".join(f"{key} {type(value).__name__}" for key, value in zip(keys, values, strict=True))
+        raise UserError(f"{record.where}: wanted {wanted}, found {kinds}; correct it")
+    if not str(values[-1]).strip():
+        raise _lacking(keys[-1], f"has an empty {keys[-1]!r}", record.fields, record.where)
+    return [value or "" for value in values]
 
 
 def _prompt(record: Record) -> str | list[chat.Message]:

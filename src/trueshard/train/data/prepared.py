@@ -59,6 +59,7 @@ class Prepared:
     evaluation: Samples | None  # None without `[evaluation]`
     collate: Collate  # makes batches of either
     tokenizer: Any  # with its chat template
+    opening: str | None  # text that `[sample]` continues; None: nothing is sampled
 
     def __len__(self) -> int:
         """Return the number of training samples. Raises `TypeError` for a stream."""
@@ -117,6 +118,9 @@ def _make(
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
     form = FORMATS[data.format](data, _length(config), tokenizer, processor)
+    if data.streaming:
+        for source in sources:
+            next(form.documents(source, folder), None)  # for its notes
     if held_out:
         place = folder / "evaluation"
         place.mkdir()
@@ -126,7 +130,9 @@ def _make(
     else:
         fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
         summary = build(sources, form, folder, fraction, state, _identity(config))
-    summary.write(folder)
+    for note in form.notes():
+        print(note, flush=True)
+    replace(summary, conversational=form.conversational).write(folder)
 
 
 def _open(config: Config, folder: Path, sources: list[DataSource], processor: Any) -> Prepared:
@@ -173,7 +179,9 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
         evaluation = Mixture(held_out, [1.0] * len(held_out))
     summary = read_summary(folder)
     assert summary is not None
-    return Prepared(folder, summary, train, evaluation, form.collate, tokenizer)
+    form.conversational |= summary.conversational
+    opening = form.opening(config.sample.prompt) if config.sample.tokens else None
+    return Prepared(folder, summary, train, evaluation, form.collate, tokenizer, opening)
 
 
 def _length(config: Config) -> int:

@@ -49,6 +49,7 @@ class Summary:
     fingerprint: str  # hash of the state of sources and tokenizer
     identity: dict[str, Any]  # the settings that determine the data
     dtype: str = "uint8"
+    conversational: bool = False  # texts of these data are messages, which a chat template writes
     files: list[list[str]] = field(default_factory=list)  # of each source
     # Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, tokens.
     ranges: list[dict[str, tuple[int, int]]] = field(default_factory=list)

@@ -282,6 +282,7 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
     with refused():
         named = catalogue.hardware(hardware)
     quiet_transformers()
+    config = resuming.located(config)
     section = config.model
     if section.path is not None:  # of which the planner needs neither weights nor tokenizer
         bare = section.model_copy(update={"path": None, "config": str(section.place()), "revision": None})

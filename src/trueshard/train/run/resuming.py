@@ -19,6 +19,7 @@ from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError
 from trueshard.files import replace_text
 from trueshard.train.config import Config
+from trueshard.train.data.formats import find_format
 from trueshard.train.models.config import is_hub_name
 
 QUIET = ("run.dir", "run.restarts", "run.timeout", "train.keep", "train.log_every", "data.prefetch")
@@ -120,11 +121,15 @@ def resolved(config: Config, ranks: int) -> Config:
 def located(config: Config) -> Config:
     """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins.
 
-    Likewise the `model.revision` of a name on the hub: to the commit.
+    Likewise the `model.revision` of a name on the hub: to the commit; and a `data.format` that was left out.
     """
+    identity = read_settings(config.run.folder).get("identity", {})
+    if "format" not in config.data.model_fields_set and config.rl is None:
+        has_checkpoint = trueshard.latest(config.run.folder / "checkpoints") is not None
+        kept = identity.get("data.format") if has_checkpoint else None  # the files may be gone by now
+        config = with_settings(config, {"data.format": kept or find_format(config.data)})
     if config.model.path is None:
         return config
-    identity = read_settings(config.run.folder).get("identity", {})
     path, before = Path(config.model.path), identity.get("model.path")
     if is_hub_name(config.model.path):
         is_same = before == config.model.path and config.model.revision is None

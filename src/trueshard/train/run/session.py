@@ -108,7 +108,7 @@ def _resume(ready: Ready, trainer: Trainer, override: bool) -> None:
 def _finish(ready: Ready, trainer: Trainer) -> None:
     """Sample, draw the loss, and list the files of the run. All ranks sample; rank 0 does the rest."""
     config, data, folder, is_text = ready.config, ready.data, ready.folder, ready.config.data.format == "text"
-    continuation = _sample(config, trainer, data.tokenizer) if config.sample.tokens and is_text else None
+    continuation = _sample(config, trainer, data) if data.opening is not None else None
     if trainer.rank != 0:
         return
     records = read_metrics(folder / "metrics.jsonl")
@@ -127,14 +127,16 @@ def _finish(ready: Ready, trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def _sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
-    """Return `sample.prompt` and `sample.tokens` sampled tokens after it. Collective.
+def _sample(config: Config, trainer: Trainer, data: Prepared) -> str:
+    """Return `sample.prompt` and `sample.tokens` sampled tokens after it; of a conversation, one answer. Collective.
 
     Every rank runs the forward on the same tokens; rank 0 chooses the next one and sends it to the others, so that they
     cannot drift apart. Each token is a whole forward pass: it works for every architecture.
     """
-    section, model, device = config.sample, trainer.model, trainer.device
-    prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    section, model, device, tokenizer = config.sample, trainer.model, trainer.device, data.tokenizer
+    prompt = tokenizer(data.opening, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = set() if config.data.format == "text" else special | {tokenizer.eos_token_id}
     tokens = torch.tensor([prompt], dtype=torch.int64, device=device)  # (1, length)
     generator = torch.Generator().manual_seed(config.train.seed)
     training = model.training
@@ -150,6 +152,8 @@ def _sample(config: Config, trainer: Trainer, tokenizer: Any) -> str:
         chosen = chosen.to(device)
         dist.broadcast(chosen, src=0)
         tokens = torch.cat([tokens, chosen[None]], dim=1)
+        if int(chosen) in ends:
+            break
     model.train(training)
     return str(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
 
