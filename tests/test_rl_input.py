@@ -44,7 +44,7 @@ EXACT = ["train.exact=true", "train.microbatch=2"]
         (["rollout.bounds=[5.0, 0.5]"], ("rollout.bounds", "below")),
         (["data.streaming=true"], ("data.streaming", "[rl]")),
         (["reward.weights=[1.0, 2.0]"], ("reward.weights", "1 functions")),
-        (["train.exact=true"], ("train.exact", "train.microbatch", "such as 1")),
+        (["train.exact=true", "train.accumulate=2"], ("train.exact", "train.microbatch", "such as 1")),
         ([*EXACT, "rollout.engine=vllm", "rollout.url=http://h:1"], ("train.exact", "rollout.engine", "transformers")),
         ([*EXACT, "rollout.continuous=true"], ("train.exact", "rollout.continuous", "remove")),
         ([*EXACT, "train.accumulate=2"], ("train.accumulate", "train.microbatch")),

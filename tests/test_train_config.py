@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import configuration_reference
 from messages import lacking, naming
 from trueshard import train
 from trueshard.errors import UserError
-from trueshard.train.config import Config
+from trueshard.train.config import TEXT_FILES, Config
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
 
@@ -125,3 +127,80 @@ def test_what_would_bias_the_ratio_is_refused(key: str) -> None:
     with pytest.raises(ValidationError, match=f"rollout.{key}: the model would be trained on answers from the kept"):
         Config.model_validate(RL | {"rollout": {key: 0.9}})
     Config.model_validate(RL | {"evaluation": {"path": "e", "top_p": 0.9}})
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "key", "value"),
+    [
+        ("sft.toml", ["optimizer.weight_decay="], "optimizer.weight_decay", None),
+        ("sft.toml", ["train.batch_size=", "train.seed= "], "train.batch_size", 8),
+        ("sft.toml", ["optimizer.lr=1.0", "optimizer.lr="], "optimizer.lr", 1e-3),
+        ("sft.toml", ["optimizer.lr=", "optimizer.lr=1.0"], "optimizer.lr", 1.0),
+        ("sft.toml", ["sample.prompt="], "sample.prompt", ""),
+        ("sft.toml", ["data.format=", "data.packing="], "data.format", "text"),
+        ("continue.toml", ["data.include="], "data.include", None),
+        ("continue.toml", ["data.sources=", "data.path=a"], "data.sources", []),
+        ("frozen_vision.toml", ["optimizer.groups="], "optimizer.groups", []),
+        ("sft.toml", ["evaluation="], "evaluation", None),
+        ("dpo.toml", ["evaluation=", "preference="], "evaluation", None),
+        ("dpo.toml", ["evaluation.every=", "evaluation.fraction="], "evaluation.every", 100),
+        ("lora.toml", ["evaluation=", "evaluation.every="], "evaluation", None),
+        ("tensor.toml", ["shard.tensor="], "shard.tensor", 1),
+        ("pretrain.toml", ["model.fields.hidden_size="], "model.fields.hidden_size", None),
+        ("pretrain.toml", ["model.fields=", "model.fields.x="], "model.fields", {}),
+        ("sft.toml", ["train.steps=", "train.max_grad_norm="], "train.epochs", 6.0),
+    ],
+)
+def test_a_key_without_a_value_is_unset(name: str, overrides: list[str], key: str, value: Any) -> None:
+    tree = example(name, *overrides).model_dump(by_alias=True)  # type: ignore[attr-defined]
+    found = reduce(lambda table, part: table.get(part), key.split("."), tree)
+    assert found == (TEXT_FILES if key == "data.include" else value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.dir=", ("run.dir is missing",)),
+        ("model=", ("model is missing",)),
+        ("train.epochs=", ("train.steps, train.epochs", "none")),
+        ("train.stepz=", ("--set train.stepz=", "unknown key", "train.steps")),
+        ("evaluatoin=", ("unknown key evaluatoin", "evaluation")),
+        ("train.batch_size.x=", ("train.batch_size is a value",)),
+        ("data.=", ("section.key=",)),
+        ("=", ("section.key=",)),
+    ],
+)
+def test_what_cannot_be_unset_is_named(override: str, said: tuple[object, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        example("sft.toml", override)
+    assert lacking(caught.value, *said) == []
+    assert "\n" not in str(caught.value)
+
+
+SHARED = {"long_context.toml": "context", "mixture.toml": "experts", "tensor.toml": "tensor"}
+"""Examples that are about what cannot be exact, and the axis that is in the way."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_exact_when_asked_for(name: str) -> None:
+    """By one key; what is in the way of three is named with what takes it away, and then they are."""
+    more = []
+    if (axis := SHARED.get(name)) is not None:
+        with pytest.raises(UserError, match=naming("train.exact", f"shard.{axis}", f"--set shard.{axis}=")):
+            example(name, "train.exact=true")
+        more = [f"shard.{axis}="]
+    config = example(name, "train.exact=true", *more)
+    assert [config.train.microbatch, config.train.accumulate] == [1, 1]  # type: ignore[attr-defined]
+    assert config.shard.options().exact is True  # type: ignore[attr-defined]
+    assert config.identity()["train.microbatch"] == 1  # type: ignore[attr-defined]
+    assert example(name, "train.exact=true", "train.microbatch=2", *more).train.microbatch == 2  # type: ignore
+    assert example(name, "train.exact=false") == example(name)
+
+
+def test_an_accumulation_in_the_file_of_an_exact_run_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "exact.toml"
+    file.write_text((ROOT / "examples" / "pretrain.toml").read_text().replace("[train]", "[train]\nexact = true"))
+    with pytest.raises(UserError, match=naming("train.accumulate = 2", "train.exact", "train.microbatch")):
+        load_config(file)
+    assert load_config(file, ["train.microbatch=4"]).train.accumulate == 1
+    assert load_config(file, ["train.accumulate="]).train.microbatch == 1

@@ -141,6 +141,16 @@ def test_finished_run_says_what_to_change(finished: tuple[Path, str]) -> None:
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_finished_run_names_the_key_that_it_has(
+    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from trueshard.cli import main
+
+    monkeypatch.chdir(finished[0])
+    assert main(["train", "train.toml", "--nproc", "2", "--set", "train.epochs=0.01"]) == 0
+    assert lacking(capfd.readouterr().out, "complete: 6 steps", "set train.epochs above 0.01") == []
+
+
 @pytest.mark.parametrize(
     "setting", all_but(["train.seed=12"], ["model.fields.hidden_size=64", "train.seed=12", "tokenizer.vocab_size=401"])
 )

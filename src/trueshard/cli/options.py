@@ -22,7 +22,7 @@ Tokens = Annotated[
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Take this plan, JSON.", metavar="FILE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a setting, such as train.steps=100; repeatable.", metavar="KEY=VALUE"),
+    typer.Option("--set", help="Override a setting: train.steps=100. Unset it: train.steps=.", metavar="KEY=VALUE"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -139,9 +139,9 @@ class TrainSection(Section):
     multiple of ranks × `microbatch`."""
     exact: bool | Exponents = False
     """Compute the same bits at any number of ranks: losses, gradients, parameters, optimizer state, and after a resume;
-    with `[rl]` answers and rewards. Needs `microbatch`, which is what one forward computes whatever the ranks are. Or a
-    table from glob over names of parameters to the exponent of their grid's step, for gradients far from 1; what no
-    glob matches has -40."""
+    with `[rl]` answers and rewards. One forward computes `microbatch` sequences then, 1 if left out: as many whatever
+    the ranks are. Or a table from glob over names of parameters to the exponent of their grid's step, for gradients far
+    from 1; what no glob matches has -40."""
     watch_replicas: Annotated[int, Field(ge=1)] | None = None
     """Steps between comparisons of the copies of `shard.replicate`; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -166,10 +166,12 @@ class TrainSection(Section):
         if self.microbatch is not None and self.accumulate != 1:
             raise ValueError(f"train.accumulate = {self.accumulate} follows from train.microbatch; remove one of them")
         if self.exact and self.microbatch is None:
-            raise ValueError(
-                "train.exact needs train.microbatch, the sequences of one forward, which must not follow from the "
-                "number of ranks; set it (such as 1)"
-            )
+            if self.accumulate != 1:
+                raise ValueError(
+                    f"train.accumulate = {self.accumulate} lets one forward follow from the number of ranks, which "
+                    "train.exact must not; set train.microbatch (such as 1) instead"
+                )
+            object.__setattr__(self, "microbatch", 1)
         if self.exact and self.on_oom == "tighten":
             raise ValueError('train.on_oom = "tighten" may change the microbatch, which train.exact fixes; remove it')
         return self
@@ -408,11 +410,11 @@ class Config(Section):
             )
         if self.shard.options().scales_loss():
             raise ValueError('train.exact does not go with shard.mixed_precision = "fp16"; use "bf16"')
-        for axis in OPTIONS:
-            if ranks_along(self.shard, axis) != 1:
-                raise ValueError(
-                    f"train.exact does not go with shard.{axis}: its ranks add up by themselves; remove it"
-                )
+        if axes := [f"shard.{axis}" for axis in OPTIONS if ranks_along(self.shard, axis) != 1]:
+            raise ValueError(
+                f"train.exact does not go with {' and '.join(axes)}, whose ranks add up by themselves; remove it "
+                f"(--set {axes[0]}=)"
+            )
 
     def _reinforcement(self) -> None:
         """Raise ValueError if [rl] and the sections of reinforcement learning do not go together."""

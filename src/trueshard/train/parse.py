@@ -1,6 +1,7 @@
 """Read a TOML file and `--set` overrides into a validated `Config`, and write one. A wrong input is one line.
 
 - `--set a.b=c` reads c as a TOML value, and as a string where that fails, so that paths need no quotes.
+- `--set a.b=` takes a key, a list or a table away: it has its default then.
 - Of keys that exclude each other, `--set` of one replaces the other of the file: `--set model.path=…` is enough.
 - What `to_toml` writes means the same as the configuration: settings that were left out stand there with their
   defaults, as comments where they would not go with others.
@@ -34,6 +35,9 @@ REPLACES = {
     "data.sources": ("data.path",),
     "train.steps": ("train.epochs",),
     "train.epochs": ("train.steps",),
+    "train.microbatch": ("train.accumulate",),
+    "train.accumulate": ("train.microbatch",),
+    "train.exact": ("train.accumulate",),
 }
 """Key of `--set` → keys of the file that it excludes and removes."""
 SILENT = ("include",)
@@ -43,7 +47,8 @@ SILENT = ("include",)
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file and `--set` overrides, of which the last wins. Raises `UserError` of one line."""
     tree, overrides = _read(path), list(overrides)
-    set_keys = {override.partition("=")[0].strip() for override in overrides}
+    split = (override.partition("=") for override in overrides)
+    set_keys = {key.strip() for key, _, value in split if value.strip() not in ("", "false")}
     replaced = {other for key in set_keys for other in REPLACES.get(key, ())} - set_keys
     for section, name in (key.split(".") for key in replaced):
         if isinstance(tree.get(section), dict):
@@ -73,16 +78,22 @@ def read_text(path: Path, wanted: str) -> str:
 
 
 def set_key(tree: dict[str, Any], text: str) -> None:
-    """Set "section.key=value" in a tree of tables. Raises `UserError` of one line."""
+    """Set "section.key=value" in a tree of tables; without a value, remove the key. Raises `UserError` of one line."""
     key, equals, value = text.partition("=")
     *tables, last = parts = [part.strip() for part in key.split(".")]
-    if not equals or not tables or not all(parts):
-        raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100")
+    removes = not value.strip()
+    if not equals or not all(parts) or not (tables or removes):
+        raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100, or section.key= to unset it")
+    if removes and not _is_known(name := ".".join(parts)):
+        raise UserError(f"--set {text}: unknown key {name}; {_nearest(name)}")
     table = tree
     for depth, part in enumerate(tables, start=1):
-        table = table.setdefault(part, {})
+        table = table.get(part, {}) if removes else table.setdefault(part, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {text}: {'.'.join(parts[:depth])} is a value, not a table; set it itself")
+    if removes:
+        table.pop(last, None)
+        return
     try:
         parsed = tomllib.loads(f"value = {value.strip()}")
     except tomllib.TOMLDecodeError:
@@ -136,6 +147,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
         return annotation
     sections = map(section_of, typing.get_args(annotation))
     return next((section for section in sections if section), None)
+
+
+def _is_known(key: str) -> bool:
+    """True for a key of the configuration, and for one inside a plain table such as `model.fields`."""
+    known = fields()
+    return key in known or any(key.startswith(f"{name}.") and not section_of(known[name].annotation) for name in known)
 
 
 def _nearest(key: str) -> str:

@@ -131,7 +131,7 @@ class ChatTemplate:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = (*tokenizer.all_special_tokens, *added)
         self.notes: dict[str, str] = {}
-        """What targets lack or have too much, and what to do → place of the first such conversation."""
+        """Problem of the targets, with its remedy → place of the first such conversation."""
 
     def render(self, turns: list[Message], where: str, tools: Any = None, context: int = 0) -> Rendered:
         """Render a conversation; its first ``context`` messages have no targets. Raises `UserError` if that fails."""

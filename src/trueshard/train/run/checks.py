@@ -158,9 +158,10 @@ def tell_if_complete(ready: Ready, aloud: bool) -> bool:
     is_drawn = any((ready.folder / name).exists() for name in ("loss.png", "reward.png"))
     is_complete = ready.step >= ready.steps and is_drawn
     if is_complete and aloud:
+        key, value = ("epochs", train.epochs) if (train := ready.config.train).steps is None else ("steps", ready.step)
         print(
-            f"The run in {ready.folder} is complete: {ready.step} steps. To train on, set train.steps above "
-            f"{ready.step}; to begin another run, change run.dir.",
+            f"The run in {ready.folder} is complete: {ready.step} steps. To train on, set train.{key} above {value:g}; "
+            "to begin another run, change run.dir.",
             flush=True,
         )
     return is_complete
