@@ -191,6 +191,13 @@ SETS: list[ROW] = [
     ("verl", {f"{CORRECTED}is": "sequence"}, {"rollout.correction": "none", "rollout.bounds": [0.5, 5.0]}),
     # A reward of EasyR1 is taken; a frozen tower and an adapter are ours.
     ("easyr1", {"worker.reward.reward_function": "./math.py"}, {"reward.function": "./math.py:main"}),
+    # So is one of verl.
+    ("verl", {"custom_reward_function.path": "./math.py"}, {"reward.function": "./math.py:compute_score"}),
+    (
+        "verl",
+        {"reward.custom_reward_function.path": "r.py", "reward.custom_reward_function.name": "f"},
+        {"reward.function": "r.py:f"},
+    ),
     ("easyr1", FREEZE, {"model.freeze": ["*visual.*"], **ADAPTER}),
     ("trl", {}, {"adapter": None}),
     # Decay falls on every parameter where it does there.
@@ -234,7 +241,6 @@ def test_what_is_told_of_the_first_key(source: str, keys: dict[str, Any], told: 
         ("easyr1", 4, {"algorithm.adv_estimator": "gae"}, "rl.advantage"),
         ("trl", 4, {"loss_type": "cispo"}, "rl.clip"),
         ("trl", None, {"num_generations": 16}, "train.batch_size"),
-        ("verl", 4, {"custom_reward_function.path": "r.py"}, "reward.function"),
         ("trl", 4, {"reward_funcs": ["accuracy_reward"]}, "reward.function"),
         ("trl", 4, {"use_peft": True}, "adapter.targets"),
     ],

@@ -209,9 +209,9 @@ def reward(draft: Draft, key: str, value: Any) -> None:
 
 
 def own_reward(draft: Draft, key: str, value: Any) -> None:
-    """Name a reward function of another shape, and ask for one of ours."""
-    draft.tell(key, "none", draft.rules[key].why)
-    draft.ask("reward.function", '"rewards.py:score"', f"a function of yours; there {value}")
+    """Read verl's reward function, which `[reward]` calls as it is."""
+    name = text(draft.get(f"{key.rpartition('.')[0]}.name", "compute_score"))
+    draft.put("reward.function", f"{text(value)}:{name}", key, "called as there: verl's arguments are recognised")
 
 
 def off_unless_enabled(draft: Draft, key: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.train.rl.config import RewardSection
-from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, form_of, rewards_of
+from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, check_signature, form_of, rewards_of
 from trueshard.train.rl.reward_processes import Message, Processes
 from trueshard.train.rl.samples import Asked, Name, Prompt, Sample, describe
 
@@ -99,6 +99,8 @@ class Rewards:
                 takes longer than its limit; of an episode, it does not yield messages first.
         """
         is_episode = self.turns
+        for function, columns in zip(self._functions, self._processes.columns, strict=True):
+            _check_columns(function, columns, [record for record, _ in records[:CHECKED]])
         asked = [
             (Sample(0, number, 0, []), Prompt(number, [], *record)) for number, record in enumerate(records[:CHECKED])
         ]
@@ -136,7 +138,7 @@ class Rewards:
             if "slow" not in answer:
                 for i, reward in zip(inputs, answer["rewards"], strict=True):
                     rewards[i][number] = reward
-        return [self._sum(values) for values in rewards]
+        return [self._sum(values, describe(*pair)) for values, pair in zip(rewards, asked, strict=True)]
 
     def begin(self, asked: Sequence[Asked]) -> list[Turn]:
         """Begin the episodes of samples, and return the first turn of each: messages, perhaps none.
@@ -183,26 +185,32 @@ class Rewards:
             for name, episode in zip(names, episodes, strict=True)
         ]
         turns: list[Turn] = []
-        for name, answer in zip(names, self._run_episodes(requests, episodes), strict=True):
+        for name, episode, answer in zip(names, episodes, self._run_episodes(requests, episodes), strict=True):
             if "messages" in answer:
                 turns.append(answer["messages"])
             else:
                 del self._episodes[name]
-                turns.append(self._sum([None if "slow" in answer else answer["rewards"][0]]))
+                turns.append(self._sum([None if "slow" in answer else answer["rewards"][0]], episode.about))
         return turns
 
     def _run_episodes(self, requests: Sequence[Message], episodes: Sequence[_Episode]) -> list[Message]:
         return self._run(requests, [[episode.about] for episode in episodes], [episode.place for episode in episodes])
 
-    def _sum(self, rewards: Sequence[tuple[float, dict[str, float]] | None]) -> Reward:
+    def _sum(self, rewards: Sequence[tuple[float, dict[str, float]] | None], about: str) -> Reward:
         if None in rewards:
             return Reward(0.0, slow=True)
         values = [reward for reward in rewards if reward is not None]
-        total = sum(weight * value for weight, (value, _) in zip(self._weights, values, strict=True))
+        weighed = [w * value for w, (value, _) in zip(self._weights, values, strict=True) if not math.isnan(value)]
+        if not weighed:
+            names = ", ".join(self._functions)
+            raise UserError(f"reward.function: {names} returned None for {about}; return a number from one of them")
+        total = sum(weighed)
         if len(values) == 1:
             return Reward(total, values[0][1])
         parts: dict[str, float] = {}
         for label, (value, of_function) in zip(self._labels, values, strict=True):
+            if math.isnan(value):  # it has no reward for this sample
+                continue
             parts |= {label: value, **{f"{label}.{name}": part for name, part in of_function.items()}}
         return Reward(total, parts)
 
@@ -236,23 +244,45 @@ class CalledReward:
         self._function = Function(function, form_of(function, name), {}, None)
         if self._function.form == "episode":
             raise ValueError(f'{name} is an episode, which runs in a process of its own; give "file.py:{name}"')
-        self._name, self.whole = name, self._function.form in LISTS
+        try:
+            check_signature(function, self._function.form, {}, name)
+        except Wrong as error:
+            raise ValueError(str(error)) from None
+        self._name, self.whole, self._is_new = name, self._function.form in LISTS, True
 
     def score(self, asked: Sequence[Asked]) -> list[Reward]:
         """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
         result = []
         size = max(1, len(asked)) if self.whole else 1
+        if self._is_new:
+            self._is_new = False
+            _check_columns(self._name, self._function.columns, [prompt.record for _, prompt in asked])
         for at in range(0, len(asked), size):
             inputs = asked[at : at + size]
-            value = self._function.on([dict(prompt.record) for _, prompt in inputs], [sample for sample, _ in inputs])
             try:
-                result += [Reward(*reward) for reward in rewards_of(value, self._function, len(inputs))]
+                records = [dict(prompt.record) for _, prompt in inputs]
+                value = self._function.on(records, [sample for sample, _ in inputs])
+                rewards = rewards_of(value, self._function, len(inputs))
+                if any(math.isnan(reward) for reward, _ in rewards):
+                    raise Wrong("it returned None, not a finite number")
+                result += [Reward(*reward) for reward in rewards]
             except Wrong as error:
                 raise ValueError(f"{self._name} failed for {describe(*inputs[0])}: {error}") from None
         return result
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _check_columns(function: str, columns: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UserError` if a function takes a key that none of ``records`` has."""
+    keys = {key for record in records for key in record}
+    missing = [column for column in columns if column not in keys]
+    if missing and records:
+        raise UserError(
+            f"reward.function: {function} takes {', '.join(missing)}, which is no key of the first records "
+            f"({', '.join(sorted(keys))}), and nothing else that TRL's form is given; rename it, or give it a default"
+        )
 
 
 def _key(name: Name) -> str:

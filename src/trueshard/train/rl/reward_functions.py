@@ -3,9 +3,12 @@
 Forms:
 
 - one: ``score(completion, record, sample) -> float | dict``;
-- list: ``scores(completions, records, samples) -> list``, by its name;
+- list: ``scores(completions, records, samples) -> list``, by its name or those of its parameters;
 - sequential: ``(reward_input) -> dict`` with "overall", by the name of its first parameter, as in EasyR1;
 - batch: ``(reward_inputs) -> list[dict]``, likewise;
+- trl: ``(completions, **columns) -> list``, by the parameter "completions", as in TRL: called by name;
+- verl: ``(data_source, solution_str, ground_truth, extra_info) -> float | dict`` with "score", by "solution_str", as in
+  verl: called by name; verl_batch: the same names with an s, lists, ``-> list``, by "solution_strs";
 - episode: a generator function ``episode(record)``, which yields messages and returns the reward.
 
 Used in the worker's process alone, which nothing here makes import torch.
@@ -30,8 +33,8 @@ from trueshard.errors import with_kind
 from trueshard.text import nearest
 from trueshard.train.rl.samples import Sample
 
-Form = Literal["one", "list", "sequential", "batch", "episode"]
-LISTS = ("list", "batch")
+Form = Literal["one", "list", "sequential", "batch", "trl", "verl", "verl_batch", "episode"]
+LISTS = ("list", "batch", "trl", "verl_batch")
 """Forms that are called with all samples at once."""
 _POSITIONAL: dict[Form, tuple[str, ...]] = {
     "one": ("completion", "record", "sample"),
@@ -40,6 +43,15 @@ _POSITIONAL: dict[Form, tuple[str, ...]] = {
     "batch": ("reward_inputs",),
     "episode": ("record",),
 }
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_NAMED: dict[Form, tuple[str, ...]] = {
+    "trl": ("prompts", "completions", "completion_ids"),
+    "verl": _VERL,
+    "verl_batch": tuple(f"{name}s" for name in _VERL),
+}
+"""Forms that are called by name, with what they have parameters for; "trl" with the keys of records, too."""
+_TOTAL: dict[Form, str] = {"sequential": "overall", "batch": "overall", "verl": "score", "verl_batch": "score"}
+"""Key of the reward in a dict that a function returned; "reward" in other forms."""
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
 """Marks of text in which LaTeX is set off already."""
 
@@ -66,6 +78,8 @@ class Function:
     def on(self, records: list[dict[str, Any]], samples: list[Sample]) -> Any:
         """Call it with samples, one unless its form takes a list, and return what it returns."""
         completions = [sample.text for sample in samples]
+        if self.form in _NAMED:
+            return self.call(**self._named(records, samples))
         if self.form == "list":
             return self.call(completions, records, samples, **self.arguments)
         if self.form == "one":
@@ -73,11 +87,36 @@ class Function:
         inputs = [_easy_input(record, sample) for record, sample in zip(records, samples, strict=True)]
         return self.call(inputs if self.form == "batch" else inputs[0], **self.arguments)
 
+    @property
+    def columns(self) -> list[str]:
+        """Keys of records without which it cannot be called, in TRL's form."""
+        return _columns(self.call, self.arguments) if self.form == "trl" else []
+
+    def _named(self, records: list[dict[str, Any]], samples: list[Sample]) -> dict[str, Any]:
+        """Return the keyword arguments of a call of a form that is called by name."""
+        given: dict[str, Any]
+        if self.form == "trl":
+            keys = {*self.columns, *(key for record in records for key in record)} - {"prompt", "completion"}
+            given = {key: [record.get(key) for record in records] for key in sorted(keys)}
+            given["prompts"] = prompts = [record.get("prompt") for record in records]
+            given["completions"] = [
+                [{"role": "assistant", "content": sample.text}] if isinstance(prompt, list) else sample.text
+                for sample, prompt in zip(samples, prompts, strict=True)
+            ]
+            given["completion_ids"] = [sample.tokens for sample in samples]
+        else:
+            each = list(map(_verl_input, records, samples))
+            is_batch = self.form == "verl_batch"
+            given = {f"{key}s": [one[key] for one in each] for key in _VERL} if is_batch else each[0]
+        return _taken(self.call, given) | self.arguments
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """Turn errors inside into a ``Wrong`` with the line of the user's code: "rewards.py:12: KeyError: 'a'"."""
         try:
             yield
+        except Wrong:
+            raise
         except BaseException as error:
             raise Wrong(_explanation(error, self.folder)) from error
 
@@ -86,6 +125,17 @@ def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
     """Return what EasyR1's functions take: the record, and three keys of theirs."""
     truth = {"ground_truth": record["answer"]} if "answer" in record else {}
     return {**truth, **record, "response": sample.text, "response_length": len(sample.tokens)}
+
+
+def _verl_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+    """Return what verl's functions take: its record's keys, or ours. Raises `Wrong` without a ground truth."""
+    model = record.get("reward_model")
+    for place in (model if isinstance(model, Mapping) else {}, record):
+        if (key := next((key for key in ("ground_truth", "answer") if key in place), None)) is not None:
+            values = record.get("data_source"), sample.text, place[key], record.get("extra_info") or {}
+            return dict(zip(_VERL, values, strict=True))
+    keys = ", ".join(map(repr, record))
+    raise Wrong(f"the record has no reward_model.ground_truth, ground_truth or answer, but {keys}")
 
 
 # Finding one
@@ -113,7 +163,7 @@ def load(words: str, arguments: dict[str, Any]) -> Function:
         return Function(maths, "one", arguments, None)
     call, folder = find(words, ("maths",))
     form = form_of(call, words.rpartition(":")[2])
-    _check_signature(call, form, arguments, words)
+    check_signature(call, form, arguments, words)
     return Function(call, form, arguments, folder)
 
 
@@ -164,14 +214,43 @@ def form_of(call: Callable[..., Any], name: str) -> Form:
     """Return the form of a function with this name."""
     if inspect.isgeneratorfunction(call):
         return "episode"
+    parameters: Mapping[str, inspect.Parameter] = {}
     with contextlib.suppress(TypeError, ValueError):  # compiled code without a signature
-        first = next(iter(inspect.signature(call).parameters), "")
-        if first in ("reward_input", "reward_inputs"):
-            return "sequential" if first == "reward_input" else "batch"
+        parameters = inspect.signature(call).parameters
+    first = next(iter(parameters), "")
+    if first in ("reward_input", "reward_inputs"):
+        return "sequential" if first == "reward_input" else "batch"
+    if "solution_str" in parameters or "solution_strs" in parameters:
+        return "verl" if "solution_str" in parameters else "verl_batch"
+    if {*_POSITIONAL["list"]} <= {*parameters}:
+        return "list"
+    if "completions" in parameters and (name != "scores" or _takes_all(parameters)):
+        return "trl"
     return "list" if name == "scores" else "one"
 
 
-def _check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, Any], words: str) -> None:
+def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _taken(call: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``values`` that a function has parameters for; all if it has ``**kwargs``."""
+    parameters = inspect.signature(call).parameters
+    return {key: value for key, value in values.items() if key in parameters or _takes_all(parameters)}
+
+
+def _columns(call: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Return the parameters without a default that are neither arguments nor what TRL gives to each function."""
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        name
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variable
+        if name not in _NAMED["trl"] and name not in arguments
+    ]
+
+
+def check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, Any], words: str) -> None:
     """Raise `Wrong` unless the function takes what a call of its form gives."""
     if inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
         raise Wrong(f"{words} is async, and is called without an event loop; make it a plain function")
@@ -179,10 +258,13 @@ def _check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, 
         signature = inspect.signature(call)
     except (TypeError, ValueError):
         return
+    positional, named = _POSITIONAL.get(form, ()), dict.fromkeys(_NAMED.get(form, ()))
+    if form == "trl":
+        named |= dict.fromkeys(_columns(call, arguments))
     try:
-        signature.bind(*_POSITIONAL[form], **arguments)
+        signature.bind(*positional, **_taken(call, named) | arguments)
     except TypeError as error:
-        expected = ", ".join((*_POSITIONAL[form], *(f"{key}=…" for key in arguments)))
+        expected = ", ".join((*positional, *(f"{key}=…" for key in named | arguments)))
         raise Wrong(
             f"{words} is called with ({expected}), and has {signature}: {error}; see reward.arguments"
         ) from None
@@ -209,13 +291,20 @@ def rewards_of(value: Any, function: Function, samples: int) -> list[tuple[float
 
 
 def reward_of(value: Any, function: Function) -> tuple[float, dict[str, float]]:
-    """Return (reward, parts) of one sample from what a function returned for it. Raises `Wrong`."""
+    """Return (reward, parts) of one sample from what a function returned for it. Raises `Wrong`.
+
+    The reward is NaN if a function of TRL's form returned None: it has none for this sample. verl's functions return
+    texts too, such as the answer that they found; these are no parts.
+    """
+    if value is None and function.form == "trl":
+        return math.nan, {}
     if not isinstance(value, Mapping):
         return _number("it returned", value), {}
-    key = "overall" if function.form in ("sequential", "batch") else "reward"
+    key = _TOTAL.get(function.form, "reward")
     if key not in value:
         raise Wrong(f'it returned a dict without "{key}", but with {", ".join(map(repr, value)) or "nothing"}')
-    others = {str(name): part for name, part in value.items() if name != key and part is not None}
+    left_out = (type(None), str, list) if function.form in ("verl", "verl_batch") else type(None)
+    others = {str(name): part for name, part in value.items() if name != key and not isinstance(part, left_out)}
     parts = {name: _number(f'in its dict "{name}" is', part) for name, part in others.items()}
     return _number(f'in its dict "{key}" is', value[key]), parts
 
