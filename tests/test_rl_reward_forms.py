@@ -32,15 +32,15 @@ VERL_ROW = {
 
 
 TEXTS = [
-        ("def f(completions, **kwargs): return [float(len(c)) for c in completions]", [1, 2]),
-        ("def f(completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]", [0, 0]),
-        ("def f(prompts, completions, answer): return [p == 'p' for p in prompts]", [1, 1]),
-        ("def f(completion_ids, completions, **kwargs): return [len(ids) for ids in completion_ids]", [1, 2]),
-        ("def f(completions, *, answer, missing=None): return [missing is None] * len(answer)", [1, 1]),
-        ("def scores(completions, **kwargs): return [len(kwargs['answer'])] * len(completions)", [2, 2]),
-        ("def f(completions, **kwargs): return ['prompt' in kwargs or 'completion' in kwargs] * 2", [0, 0]),
-        ("class F:\n    def __call__(self, completions, **kwargs): return [3] * len(completions)\nf = F()", [3, 3]),
-        ("import numpy\ndef f(completions, answer): return numpy.array([1.0, 2.0])", [1, 2]),
+    ("def f(completions, **kwargs): return [float(len(c)) for c in completions]", [1, 2]),
+    ("def f(completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]", [0, 0]),
+    ("def f(prompts, completions, answer): return [p == 'p' for p in prompts]", [1, 1]),
+    ("def f(completion_ids, completions, **kwargs): return [len(ids) for ids in completion_ids]", [1, 2]),
+    ("def f(completions, *, answer, missing=None): return [missing is None] * len(answer)", [1, 1]),
+    ("def scores(completions, **kwargs): return [len(kwargs['answer'])] * len(completions)", [2, 2]),
+    ("def f(completions, **kwargs): return ['prompt' in kwargs or 'completion' in kwargs] * 2", [0, 0]),
+    ("class F:\n    def __call__(self, completions, **kwargs): return [3] * len(completions)\nf = F()", [3, 3]),
+    ("import numpy\ndef f(completions, answer): return numpy.array([1.0, 2.0])", [1, 2]),
 ]
 
 
@@ -194,7 +194,7 @@ def test_a_form_that_nobody_calls_is_refused_by_name_before_the_run(case: str, m
 def test_a_record_without_a_ground_truth_is_named(make: Make) -> None:
     rewards = make("def f(solution_str, ground_truth): return 1", "rewards.py:f")
     found = failure(lambda: rewards.check([({"prompt": "x", "solution": "2"}, "sort.jsonl, line 1")]))
-    assert "for sort.jsonl, line 1 (prompt 0, sample 0 of step 0): the record has no reward_model.ground_truth, " in found
+    assert "for sort.jsonl, line 1 (prompt 0, sample 0 of step 0): the record has no reward_model.ground_truth" in found
     assert "ground_truth or answer, but 'prompt', 'solution'" in found
 
 
