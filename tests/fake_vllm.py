@@ -1,7 +1,8 @@
 """A server that speaks as much of vLLM's HTTP as the engine uses, with a real tiny model of transformers behind it.
 
 It loads the directory that it is told to reload, so its log-probabilities are those of the files. `mode` makes it go
-wrong as servers do: POST it to `/mode`, or set it.
+wrong as servers do: POST it to `/mode`, or set it. It is a word of `FAULTS`, a name of `forged_answers`, or one that
+`load` knows; "hangs@/collective_rpc" is a fault on another route than that of answers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any
 
 import torch
 
-MODES = ("hangs", "trickles", "dies", "fails", "no logprobs", "no tokens", "nan", "breaks off", "no json")
-"""How it goes wrong when it is asked for a completion."""
+from forged_answers import FORGED
+
+FAULTS = ("hangs", "half", "trickles", "dies", "endless", "fails", "moved", "no http")
+"""How it goes wrong on a route, whatever it would answer."""
+ANSWER, PROBE = "answer", "probe"
+"""The two uses of /v1/completions; every other route is itself."""
 
 
 class FakeVLLM:
@@ -43,18 +48,36 @@ class FakeVLLM:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-                status, told = fake.answer(self.path, body)
-                data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data) + 1000 * (fake.mode == "dies")))
-                self.end_headers()
-                if fake.mode != "trickles" or self.path != "/v1/completions":
-                    self.wfile.write(data)
-                    return
+                use = PROBE if "prompt_logprobs" in body else ANSWER
+                route = use if self.path == "/v1/completions" else self.path.partition("?")[0]
+                fault, _, where = fake.mode.partition("@")
+                fault = fault if route == (where or ANSWER) else ""
+                status, told = fake.answer(self.path, body) if fault not in FAULTS else (200, {"choices": []})
+                if fault in FORGED:
+                    told = FORGED[fault].damage(told)
+                data = told if isinstance(told, bytes) else json.dumps(told).encode()
                 with contextlib.suppress(OSError):  # the client has gone
-                    for byte in data:
-                        self.wfile.write(bytes([byte]))
-                        fake._closed.wait(0.2)
+                    self._send(status, data, fault)
+
+            def _send(self, status: int, data: bytes, fault: str) -> None:
+                if fault == "hangs":
+                    fake._closed.wait(60)
+                if fault == "no http":
+                    self.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+                    self.close_connection = True
+                    return
+                if fault == "fails":
+                    status, data = 500, b'{"error": {"message": "EngineCore\\n\\u001b[31mencountered an issue"}}'
+                if fault == "moved":
+                    status, data = 302, b""
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data) + 2**30 * (fault in FAULTS[1:5])))
+                self.end_headers()
+                self.wfile.write(data)
+                if fault == "half":
+                    fake._closed.wait(60)
+                while fault in ("trickles", "endless") and not fake._closed.wait(0.2 * (fault == "trickles")):
+                    self.wfile.write(b" " * (1 if fault == "trickles" else 2**20))
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -110,29 +133,16 @@ class FakeVLLM:
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.bodies.append(body)
-        if self.mode == "hangs":
-            self._closed.wait(60)
-        if self.mode == "fails":
-            return 500, {"error": {"message": "EngineCore\nencountered an issue", "code": 500}}
-        if self.mode == "no json":
-            return 200, "<html>"
         with self._lock, torch.no_grad():
             choice = self._given(body) if "prompt_logprobs" in body else self._drawn(body)
-        if self.mode == "no logprobs":
-            choice["logprobs"] = None
-        if self.mode == "no tokens":
-            choice["token_ids"] = None
-        if self.mode == "nan":
-            choice["logprobs"]["token_logprobs"][-1] = float("nan")
-        if self.mode == "breaks off":
-            choice["finish_reason"] = "abort"
-        return 200, {"choices": [choice]}
+        counted = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(choice["token_ids"])}
+        return 200, {"choices": [choice | {"prompt_token_ids": body["prompt"]}], "usage": counted}
 
     def _given(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, model = body["prompt"], self.adapters.get(body.get("model"), self.model)
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         known = [{str(token): {"logprob": logprobs[place, token].item()}} for place, token in enumerate(ids[1:])]
-        return {"prompt_logprobs": [None, *known]}
+        return {"prompt_logprobs": [None, *known], "token_ids": [0]}
 
     def _drawn(self, body: dict[str, Any]) -> dict[str, Any]:
         generator, model = torch.Generator().manual_seed(body["seed"]), self.adapters.get(body.get("model"), self.model)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import trueshard
-from fake_vllm import MODES, FakeVLLM
+from fake_vllm import FakeVLLM
 from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
 from test_rl_rollouts import model_of, records, reward, run, tokenizer
@@ -83,47 +83,19 @@ def test_a_continued_sample_has_another_seed(tmp_path: Path, server: FakeVLLM) -
     assert len({body["seed"] for body in server.bodies[-2:]}) == 2
 
 
-def going_wrong(rank: int, world_size: int, folder: str, url: str) -> dict[str, tuple[str, float]]:
-    _, engine = made(folder, url, timeout=LIMIT)
-    engine.update(0)
-    found = {}
-    for mode in (*MODES, ""):
-        set_mode(engine, rank, mode)
-        found[mode] = failure(lambda: engine.generate(requests(2), Sampling()))
-    return found
-
-
-SAID = {
-    "hangs": r"did not answer /v1/completions within 1 s; .*rollout\.timeout",
-    "trickles": r"did not answer /v1/completions within 1 s; .*rollout\.timeout",
-    "dies": r"broke off its answer to /v1/completions \(RemoteProtocolError.*\); see the server's log",
-    "fails": r"answered /v1/completions with HTTP 500 \(EngineCore encountered an issue\); see the server's log",
-    "no logprobs": "without token ids and a log-probability of each; it must be vLLM",
-    "no tokens": "without token ids and a log-probability of each; it must be vLLM",
-    "nan": "with a log-probability that is not a finite number; it must be",
-    "breaks off": r"that was broken off \(finish_reason 'abort'\)",
-    "no json": "gave an answer without a completion",
-}
-
-
 def held(found: dict[str, tuple[str, float]], said: dict[str, str], url: str) -> None:
     for what, pattern in said.items():
         line, seconds = found[what]
         assert line.startswith(f"rollout.url: {url} ") or "the server's weights" in line, (what, line)
         assert re.search(pattern, line), (what, line)
-        assert "\n" not in line, what
+        assert line.isprintable(), what
         assert seconds < LIMIT + 1.5, what
 
 
-def test_a_server_that_goes_wrong_is_one_line_on_every_rank(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:
-    for found in ranks2.run(going_wrong, str(tmp_path), server.url):
-        assert found.pop("")[0] == "", "a healthy server serves again"
-        held(found, SAID, server.url)
-
-
 def stale(rank: int, world_size: int, folder: str, url: str) -> dict[str, tuple[str, float]]:
-    model, engine = made(folder, url, timeout=LIMIT)
+    model, engine = made(folder, url)
     engine.update(0)
+    engine._server.timeout = LIMIT
     found = {"the same weights": failure(lambda: engine.update(1))}
     set_mode(engine, rank, "keeps old weights")
     change(model, 3e-4)
@@ -135,7 +107,7 @@ def stale(rank: int, world_size: int, folder: str, url: str) -> dict[str, tuple[
     set_mode(engine, rank, "drops one tensor")
     change(model, 0.5)
     found["dropped"] = failure(lambda: engine.update(4))
-    set_mode(engine, rank, "dies")
+    set_mode(engine, rank, "dies@/collective_rpc")
     found["dies"] = failure(lambda: engine.update(5))
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 
 import forks
 from messages import lacking, naming
+from running import end, project, run, start
 from trueshard.errors import UserError
 from trueshard.train.run.checks import LOCK, held
-from trueshard.train.run.world import agreed_store, launcher_of, torch_variables
+from trueshard.train.run.world import agreed_store, launcher_of, meet, torch_variables
 
 # Who has started a process
 
@@ -79,22 +82,22 @@ def test_launcher_is_known_by_the_environment(environment: dict[str, str], name:
 # Where ranks meet: a part of a store in which the dead have left their addresses
 
 
-def meet(shared: dist.Store, world: int) -> list[dist.Store]:
+def met(shared: dist.Store, world: int) -> list[dist.Store]:
     """What each rank gets."""
     with ThreadPoolExecutor(world) as ranks:
         return list(ranks.map(lambda rank: agreed_store(shared, rank, world, timeout=10), range(world)))
 
 
 def test_ranks_of_one_time_share_a_store() -> None:
-    stores = meet(dist.HashStore(), 3)
+    stores = met(dist.HashStore(), 3)
     stores[0].set("address", "here")
     assert [store.get("address") for store in stores] == [b"here"] * 3
 
 
 def test_what_the_dead_have_left_is_not_seen() -> None:
     shared = dist.HashStore()
-    meet(shared, 2)[0].set("address", "of the dead")
-    first, second = meet(shared, 2)
+    met(shared, 2)[0].set("address", "of the dead")
+    first, second = met(shared, 2)
     assert not second.check(["address"])
     first.set("address", "of the living")
     assert second.get("address") == b"of the living"
@@ -103,6 +106,60 @@ def test_what_the_dead_have_left_is_not_seen() -> None:
 def test_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(dist.DistStoreError, match=naming("0 seconds", "rank 1, 2")):
         agreed_store(dist.HashStore(), 0, 3, timeout=0.1)
+
+
+# A port that another program has
+
+
+@contextlib.contextmanager
+def occupied(says: bytes | None) -> Iterator[int]:
+    """A port of a program that answers each connection so and closes it, or accepts and says nothing (None)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while says is not None:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(says)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_port_of_another_program_is_told_with_a_remedy() -> None:
+    with occupied(None) as port:
+        for rank in range(2):
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with pytest.raises(UserError) as caught:
+                meet(address, rank, 0.3, holds=rank == 0)
+            assert lacking(caught.value, f"rank {rank}", port, "MASTER_PORT", "free port") == []
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "here", "MASTER_PORT": "x"}])
+def test_address_that_is_none_is_one_line(variables: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=naming("MASTER_ADDR", "MASTER_PORT", "torchrun")):
+        meet(variables, 0, 1.0, holds=True)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("says", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_every_rank_of_a_run_tells_the_port_in_time(says: bytes | None, agent: bool, tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"} if agent else {}
+    with occupied(says) as port:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", **torchrun}
+        ranks = [start(folder, "--set=run.timeout=4", RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in (0, 1)]
+        ends = [end(process, limit=40) for process in ranks]
+    for rank, (code, _, err) in enumerate(ends):
+        told = [line for line in err.splitlines() if line.startswith("trueshard:")]
+        assert (code, len(told)) == (2, 1), err
+        assert lacking(told[0], f"rank {rank}", port, "MASTER_PORT", "free port") == []
+    assert not (folder / "run").exists()
+    run(folder, "--nproc=2", "--set=train.steps=2")
 
 
 # One run at a time in a folder

@@ -12,10 +12,12 @@ import datetime
 import functools
 import math
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trueshard import _torch
 from trueshard.axes import AXES, DATA, FOLDED, MESH, SHARED, ranks_along, sizes_of
 
+Result = TypeVar("Result")
 SIMULATED = "simulated_"
 """Beginning of the names of a simulated mesh's dimensions, whose end is the name of an axis."""
 _OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
@@ -53,6 +56,20 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
     store = store if launched else dist.HashStore()
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
     atexit.register(_close)
+
+
+def in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Begin ``work`` in a thread that does not keep the process from ending, and return its result to come."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _close() -> None:

@@ -20,8 +20,11 @@ class UserError(Exception):
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """Return an error's text in one line of at most ``most`` characters; its class if it has no text."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    """Return an error's text in one line of at most ``most`` characters; its class if it has no text.
+
+    Without characters that steer a terminal: the text may quote a file or a server.
+    """
+    return "".join(filter(str.isprintable, " ".join(str(error).split())))[:most] or type(error).__name__
 
 
 def cut_line(error: BaseException) -> str:

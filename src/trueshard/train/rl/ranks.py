@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from trueshard.distributed import host_group, in_thread
 from trueshard.errors import RankFailed, UserError
 
 Item = TypeVar("Item")
 Part = TypeVar("Part")
+BEAT = 0.2
+"""Seconds between two signs of a rank that waits for another program: less than the shortest ``run.timeout``, 1."""
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -32,6 +37,29 @@ def on_first_rank(work: Callable[[], Part]) -> Part:
     """Return on every rank what ``work`` returns on the first. Collective; raises as ``on_every_rank``."""
     parts: list[Any] = on_every_rank(lambda: None if rank_and_ranks()[0] else work())
     first: Part = parts[0]
+    return first
+
+
+def awaited(work: Callable[[], Part]) -> list[Part]:
+    """As ``on_every_rank``, for work without collectives that waits for another program, however long it takes.
+
+    A rank that is done waits for the others in a collective, and would give the run up after ``run.timeout``, with the
+    wrong cause. So ``work`` runs in a thread, and meanwhile all ranks tell one another that they are there.
+    """
+    if rank_and_ranks()[1] == 1:
+        return on_every_rank(work)
+    future = in_thread(work)
+    group, working = host_group(dist.group.WORLD), torch.ones(())
+    while working:
+        wait([future], BEAT)
+        working = torch.tensor(float(not future.done()))
+        dist.all_reduce(working, dist.ReduceOp.MAX, group)
+    return on_every_rank(future.result)
+
+
+def awaited_on_first_rank(work: Callable[[], Part]) -> Part:
+    """As ``on_first_rank``, for work without collectives that waits for another program."""
+    first: Part = awaited(lambda: None if rank_and_ranks()[0] else work())[0]  # type: ignore[assignment]
     return first
 
 

@@ -39,10 +39,11 @@ from trueshard.sharding.engine import sharded
 from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.engine import ends_of, probe_bound, probes
 from trueshard.train.rl.policy import PolicyLoss
-from trueshard.train.rl.ranks import on_every_rank, on_first_rank, rank_and_ranks
+from trueshard.train.rl.ranks import awaited, awaited_on_first_rank, on_every_rank, on_first_rank, rank_and_ranks
 from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
-from trueshard.train.rl.vllm_server import COMPLETIONS, Server, completion
+from trueshard.train.rl.vllm_answers import entry
+from trueshard.train.rl.vllm_server import Server, completion
 
 _STILL = 0.1
 """Part of the bound by which the model's log-probabilities may move while the server's keep every bit."""
@@ -69,7 +70,10 @@ class VLLMEngine:
         self._loss = PolicyLoss()
         self._server = server = Server(section.url or "", section.timeout)
         self._ends = sorted(ends_of(model, encoder))
-        takes_adapters = on_first_rank(lambda: _check_server(section, server))
+        inner: Any = names.unwrap(model)
+        self._vocabulary = int(inner.get_input_embeddings().weight.shape[0])
+        """Tokens of the model, which may have more than the tokenizer."""
+        takes_adapters = awaited_on_first_rank(lambda: _check_server(section, server))
         self._served: str | None = None
         """Name of the adapter on the server, None for the model that it serves."""
         self.mismatch = math.nan
@@ -91,7 +95,7 @@ class VLLMEngine:
         """
         assert self._running is None, "finish() what was started with the old weights first"
         self._served = self._sync.send(version)
-        on_first_rank(self._forget)
+        awaited_on_first_rank(self._forget)
         self._probe(version)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> Future[dict[int, Answer]]:
@@ -107,7 +111,7 @@ class VLLMEngine:
             number: completion(requests[number], sampling, self._ends, self._served)
             for number in range(rank, len(requests), ranks)
         }
-        self._running = self._server.complete(bodies, concurrent=-(-self._section.batch // ranks))
+        self._running = self._server.complete(bodies, self._vocabulary, concurrent=-(-self._section.batch // ranks))
         return self._running
 
     def finish(self, started: Future[dict[int, Answer]]) -> list[Answer]:
@@ -116,7 +120,7 @@ class VLLMEngine:
         Raises `UserError` on every rank if the server failed one of them, or took longer than ``rollout.timeout``.
         """
         try:
-            parts = on_every_rank(started.result)
+            parts = awaited(started.result)
         finally:
             self._running = None
         answers = {number: answer for part in parts for number, answer in part.items()}
@@ -135,7 +139,7 @@ class VLLMEngine:
     def _forget(self) -> None:
         """Empty the server's cache of prefixes, which the old weights computed. Rank 0."""
         content = self._server.ask("/reset_prefix_cache?reset_running_requests=true", {})
-        if isinstance(content, dict) and content.get("success") is False:
+        if entry(content, "success") is False:
             raise UserError(
                 f"rollout.url: {self._server.url} keeps its cache of prefixes, since it is answering others; give the "
                 "run a server of its own"
@@ -146,7 +150,8 @@ class VLLMEngine:
         """Compare the server's log-probabilities of the probes with the model's. Collective."""
         ids = torch.tensor(self._probes, device=device_of(sharded(self._model).mesh))
         logprobs, _ = self._loss.logprobs(self._model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
-        self.mismatch = on_first_rank(lambda: self._compare(version, logprobs.cpu()))
+        ours = logprobs.cpu()
+        self.mismatch = awaited_on_first_rank(lambda: self._compare(version, ours))
 
     def _compare(
         self,
@@ -154,7 +159,8 @@ class VLLMEngine:
         ours: torch.Tensor,  # (probes, length - 1): the model's log-probabilities, from the second token on
     ) -> float:
         """Return the largest difference between the server's log-probabilities and the model's. Rank 0."""
-        theirs = torch.tensor([self._server_logprobs(ids) for ids in self._probes], dtype=torch.float64)
+        told = [self._server.prompt_logprobs(ids, self._served) for ids in self._probes]
+        theirs = torch.tensor(told, dtype=torch.float64)
         differences = (ours - theirs).abs()
         difference = float(differences.max())  # NaN if any is
         problem = f"rollout.url: the server's weights are not those of step {version}"
@@ -175,38 +181,25 @@ class VLLMEngine:
             )
         return difference
 
-    def _server_logprobs(self, ids: list[int]) -> list[float]:
-        """Return the server's log-probabilities of the tokens of a text, from the second on, in nats."""
-        body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        content = self._server.ask(COMPLETIONS, body if self._served is None else body | {"model": self._served})
-        try:
-            logprobs = content["choices"][0]["prompt_logprobs"]
-            return [float(logprob[str(token)]["logprob"]) for token, logprob in zip(ids[1:], logprobs[1:], strict=True)]
-        except (LookupError, TypeError, ValueError):
-            raise UserError(
-                f"rollout.url: {self._server.url} gave no log-probabilities of a prompt (prompt_logprobs); it must be "
-                "vLLM 0.29 or newer"
-            ) from None
-
 
 def _check_server(section: RolloutSection, server: Server) -> bool:
     """Return True if the server takes adapters. Raises `UserError` if it cannot be used as ``section`` says."""
     content = server.ask("/server_info?config_format=json")
-    config = content.get("vllm_config") if isinstance(content, dict) else None
+    config = entry(content, "vllm_config")
     if not isinstance(config, dict):
         raise UserError(f"rollout.url: {server.url} does not tell its configuration; vLLM 0.29 or newer does")
-    mode = str((config.get("model_config") or {}).get("logprobs_mode"))
+    mode = str(entry(config, "model_config", "logprobs_mode"))
     if section.temperature != 1 and not mode.endswith("processed_logprobs"):
         raise UserError(
             f"rollout.temperature is {section.temperature:g}, and the server's log-probabilities are those at 1; start "
             "it with --logprobs-mode processed_logprobs"
         )
-    if section.sync == "nccl" and (config.get("weight_transfer_config") or {}).get("backend") != "nccl":
+    if section.sync == "nccl" and entry(config, "weight_transfer_config", "backend") != "nccl":
         raise UserError(
             'rollout.sync = "nccl": the server was not started for it; add --weight-transfer-config '
             '\'{"backend": "nccl"}\', or use "directory"'
         )
-    takes_adapters = (content.get("vllm_env") or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+    takes_adapters = entry(content, "vllm_env", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
     return bool(config.get("lora_config") and takes_adapters)
 
 
@@ -248,7 +241,7 @@ class Directory:
         place = self._root / f"{_PREFIX}{version}"
         on_first_rank(lambda: _make_empty(place))
         on_every_rank(lambda: self._write(place))
-        return on_first_rank(lambda: self._hand_over(place))
+        return awaited_on_first_rank(lambda: self._hand_over(place))
 
     def close(self) -> None:
         """Remove what is left of it. No collective; does not raise."""
@@ -404,7 +397,10 @@ class Transfer:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return transfer._pairs
 
-        ranks = 1 + int(self._server.ask("/get_world_size")["world_size"])
+        size = entry(self._server.ask("/get_world_size"), "world_size")
+        if type(size) is not int or size < 1:
+            raise UserError(f"rollout.url: {self._server.url} does not tell its world_size; vLLM 0.29 or newer does")
+        ranks = 1 + size
         url = self._server.address
         port = url.port or (443 if url.scheme == "https" else 80)
         with socket.create_connection((url.host, port), self._server.timeout) as reached:

@@ -1,15 +1,17 @@
 """Requests to a vLLM server over HTTP: one, or many in the background.
 
 - Whatever goes wrong is a `UserError` of one line that names ``rollout.url``, what failed, and the remedy.
-- No answer takes longer than ``rollout.timeout``, also one that trickles in.
+- No answer takes longer than ``rollout.timeout``, also one that trickles in; nor more memory than was asked for.
+- What is answered is believed only after `vllm_answers` has checked it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,10 +20,12 @@ import httpx
 from trueshard.errors import UserError, one_line, with_kind
 from trueshard.train.rl.engine import key_of
 from trueshard.train.rl.samples import Answer, Request, Sampling
+from trueshard.train.rl.vllm_answers import Unusable, answer_of, entry, prompt_logprobs_of
 
 COMPLETIONS = "/v1/completions"
-_LOWEST = -9999.0
-"""The number that the server writes for a log-probability of minus infinity."""
+_ROOM, _ROOM_OF_TOKEN = 4 * 2**20, 2**10
+"""Bytes that an answer may have, and so many more for each token of prompt and completion: several times what vLLM
+writes, which repeats what was sent."""
 
 
 class Server:
@@ -41,29 +45,48 @@ class Server:
         threading.Thread(target=self._loop.run_forever, name="trueshard: vLLM", daemon=True).start()
         # The server closes idle connections when it likes, so each request has a connection of its own. Settings of
         # a proxy are for the world outside, and a server of the cluster is not there.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        limits, plain = httpx.Limits(max_connections=None, max_keepalive_connections=0), {"Accept-Encoding": "identity"}
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, headers=plain, trust_env=False)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """Return the answer to a POST of ``body``, or to a GET if that is None: JSON, or else text.
+        """Return the answer to a POST of ``body``, or to a GET if that is None: JSON, or None.
 
         Raises `UserError` for an error, and if no answer comes within ``timeout`` seconds (None: ``rollout.timeout``).
         """
         return asyncio.run_coroutine_threadsafe(self._request(path, body, timeout), self._loop).result()
 
-    def complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> Future[dict[int, Answer]]:
+    def complete(
+        self, bodies: Mapping[int, dict[str, Any]], vocabulary: int, concurrent: int
+    ) -> Future[dict[int, Answer]]:
         """Ask for completions in the background, ``concurrent`` at a time; return the future answers by number.
 
         The first error ends it, and does not wait for the others.
         """
-        return asyncio.run_coroutine_threadsafe(self._complete(bodies, concurrent), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._complete(bodies, vocabulary, concurrent), self._loop)
 
-    async def _complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> dict[int, Answer]:
+    def prompt_logprobs(self, ids: list[int], model: str | None) -> list[float]:
+        """Return the log-probabilities of the tokens of a text, from the second on, in nats."""
+        body: dict[str, Any] = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        content = self.ask(COMPLETIONS, body if model is None else body | {"model": model})
+        with self._checked():
+            return prompt_logprobs_of(content, ids)
+
+    async def _complete(
+        self, bodies: Mapping[int, dict[str, Any]], vocabulary: int, concurrent: int
+    ) -> dict[int, Answer]:
         room = asyncio.Semaphore(max(1, concurrent))
 
         async def complete(body: dict[str, Any]) -> Answer:
             async with room:
-                return self._answer(await self._request(COMPLETIONS, body), body["max_tokens"])
+                content, most = await self._request(COMPLETIONS, body), body["max_tokens"]
+            with self._checked():
+                answer = answer_of(content, body, vocabulary)
+            if not answer.finished and len(answer.ids) < most:
+                raise UserError(
+                    f"rollout.url: {self.url} cut an answer after {len(answer.ids)} of {most} tokens; start it with a "
+                    "--max-model-len of train.sequence_length or more"
+                )
+            return answer
 
         tasks = [asyncio.create_task(complete(body)) for body in bodies.values()]
         try:
@@ -73,13 +96,14 @@ class Server:
                 task.cancel()
 
     async def _request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        exchange = self._client.request("GET" if body is None else "POST", self.url + path, json=body)
+        data, seconds = bytearray(), timeout or self.timeout
         try:
-            response = await asyncio.wait_for(exchange, timeout or self.timeout)
+            status = await asyncio.wait_for(self._receive(path, body, data), seconds)
         except asyncio.TimeoutError:
+            did = f"sent {len(data)} bytes of its answer to {path} and no end" if data else f"did not answer {path}"
             raise UserError(
-                f"rollout.url: {self.url} did not answer {path} within {self.timeout:g} s; see the server's log, or "
-                "set a longer rollout.timeout"
+                f"rollout.url: {self.url} {did} within {seconds:g} s; see the server's log, or set a longer "
+                "rollout.timeout"
             ) from None
         except httpx.ConnectError as error:
             raise UserError(
@@ -88,42 +112,38 @@ class Server:
             ) from error
         except httpx.HTTPError as error:
             raise UserError(
-                f"rollout.url: {self.url} broke off its answer to {path} ({with_kind(error)}); see the server's log, "
-                "start it again, and resume the run"
+                f"rollout.url: {self.url} broke off its answer to {path} ({with_kind(error)}); see the server's "
+                "log, and that no other program has its port; start it again, and resume the run"
             ) from error
         try:
-            content = response.json()
-        except ValueError:
-            content = response.content.decode(errors="replace")
-        if response.status_code >= 400:
-            is_missing = response.status_code == 404 and not path.startswith("/v1/")
+            content = json.loads(data)
+        except (ValueError, RecursionError):  # text, or what no server of vLLM would nest
+            content = None
+        if status >= 300:
+            is_missing = status == 404 and not path.startswith("/v1/")
             remedy = "start it with VLLM_SERVER_DEV_MODE=1" if is_missing else "see the server's log"
             raise UserError(
-                f"rollout.url: {self.url} answered {path} with HTTP {response.status_code} ({_reason(content)}); "
-                f"{remedy}"
+                f"rollout.url: {self.url} answered {path} with HTTP {status} ({_reason(content, data)}); {remedy}"
             )
         return content
 
-    def _answer(self, content: Any, most: int) -> Answer:
-        """Return the continuation in a completion of ``most`` tokens at most. Raises `UserError` if it is not whole."""
+    async def _receive(self, path: str, body: Mapping[str, Any] | None, data: bytearray) -> int:
+        """Append the answer to ``data`` as it comes, and return the HTTP status."""
+        asked = body or {}
+        room = _ROOM + _ROOM_OF_TOKEN * (len(asked.get("prompt", ())) + asked.get("max_tokens", 0))
+        async with self._client.stream("GET" if body is None else "POST", self.url + path, json=body) as response:
+            async for part in response.aiter_raw():  # as it was sent: a few compressed bytes may become gigabytes
+                data += part
+                if len(data) > room:
+                    raise self._unusable(f"of more than {room} bytes to {path}")
+            return response.status_code
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
         try:
-            choice = content["choices"][0]
-            ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-            reason = choice.get("finish_reason")
-        except (LookupError, TypeError, AttributeError):
-            raise self._unusable("without a completion") from None
-        if not ids or not logprobs or len(ids) != len(logprobs):
-            raise self._unusable("without token ids and a log-probability of each")
-        if not all(isinstance(value, int | float) and math.isfinite(value) and value > _LOWEST for value in logprobs):
-            raise self._unusable("with a log-probability that is not a finite number")
-        if reason not in ("stop", "length"):
-            raise self._unusable(f"that was broken off (finish_reason {reason!r})")
-        if reason == "length" and len(ids) < most:
-            raise UserError(
-                f"rollout.url: {self.url} cut an answer after {len(ids)} of {most} tokens; start it with a "
-                "--max-model-len of train.sequence_length or more"
-            )
-        return Answer(list(ids), [float(logprob) for logprob in logprobs], reason == "stop")
+            yield
+        except Unusable as error:
+            raise self._unusable(str(error)) from None
 
     def _unusable(self, how: str) -> UserError:
         return UserError(
@@ -138,12 +158,11 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _reason(content: Any) -> str:
+def _reason(content: Any, data: bytes | bytearray) -> str:
     """Return the server's own words about an error, in one line."""
-    if isinstance(content, dict):
-        error = content.get("error", content.get("detail", content))
-        content = error.get("message", error) if isinstance(error, dict) else error
-    return one_line(ValueError(str(content)), 300) if str(content).strip() else "without a word"
+    words = (entry(content, "error", "message"), entry(content, "error"), entry(content, "detail"))
+    text = next((word for word in words if isinstance(word, str)), data[:1000].decode(errors="replace"))
+    return one_line(ValueError(text), 300) if text.strip() else "without a word"
 
 
 def completion(request: Request, sampling: Sampling, ends: Sequence[int], model: str | None) -> dict[str, Any]:

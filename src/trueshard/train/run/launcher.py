@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, explained
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.train.config import Config
 from trueshard.train.run import checks
@@ -100,7 +100,8 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
 
 def _launch(arguments: Sequence[str], nproc: int) -> Ended:
     """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with explained("no port of localhost can be opened, at which ranks meet", "see `trueshard doctor`", RuntimeError):
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(store.port),

@@ -6,6 +6,7 @@ run identifier, because that launcher does for it what nobody does under torchru
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import re
 import time
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trueshard.distributed import ensure_process_group
-from trueshard.errors import UserError
+from trueshard.distributed import ensure_process_group, in_thread
+from trueshard.errors import UserError, cut_line, with_kind
 from trueshard.machine import cpu_cores
 
 RUN_ID = "trueshard-"
@@ -99,14 +100,41 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cpu_cores() // local_size))
     is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
-    store = None
     limit = datetime.timedelta(seconds=timeout)
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_ours:
-        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        store = agreed_store(dist.TCPStore(address, port, is_master=False, timeout=limit), rank, size, timeout)
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store = meet(environment, rank, timeout, holds=rank == 0 and not is_shared)
+    if is_shared and not is_ours:
+        store = agreed_store(store, rank, size, timeout)
     ensure_process_group(limit, store)
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     return World(rank, size, local_size, device, is_ours, ends_agent=count < most)
+
+
+def meet(environment: Mapping[str, str], rank: int, timeout: float, *, holds: bool) -> dist.Store:
+    """Return the store at the address of the run, which this rank keeps there if it ``holds`` it.
+
+    Raises `UserError` within ``timeout`` seconds if another program has the port, or no rank does. A rank that connects
+    to a program that says nothing would wait for ever (torch 2.13), so it does in a thread.
+    """
+    try:
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"rank {rank}: MASTER_ADDR and MASTER_PORT do not say where ranks meet ({with_kind(error)}); set them to "
+            "the first node and a free port of it, or start through torchrun"
+        ) from None
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        store = in_thread(lambda: dist.TCPStore(address, port, None, holds, limit, wait_for_workers=False))
+        return store.result(timeout)
+    except (RuntimeError, TypeError, TimeoutError, concurrent.futures.TimeoutError) as error:
+        problem = (
+            "cannot be opened" if holds else f"has not answered within {timeout:g} s (run.timeout) as rank 0 would"
+        )
+        raise UserError(
+            f"rank {rank}: port {port} of {address} (MASTER_PORT), where ranks meet, {problem} ({cut_line(error)}); "
+            "another program may have it: end that, or set MASTER_PORT to a free port, the same for all ranks"
+        ) from None
 
 
 def agreed_store(shared: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
