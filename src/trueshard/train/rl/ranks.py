@@ -46,10 +46,10 @@ def awaited(work: Callable[[], Part]) -> list[Part]:
     A rank that is done waits for the others in a collective, and would give the run up after ``run.timeout``, with the
     wrong cause. So ``work`` runs in a thread, and meanwhile all ranks tell one another that they are there.
     """
-    if rank_and_ranks()[1] == 1:
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
         return on_every_rank(work)
-    future = in_thread(work)
-    group, working = host_group(dist.group.WORLD), torch.ones(())
+    future, group, working = in_thread(work), host_group(world), torch.ones(())
     while working:
         wait([future], BEAT)
         working = torch.tensor(float(not future.done()))
