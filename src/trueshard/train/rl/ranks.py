@@ -41,7 +41,7 @@ def on_first_rank(work: Callable[[], Part]) -> Part:
 
 
 def awaited(work: Callable[[], Part]) -> list[Part]:
-    """As ``on_every_rank``, for work without collectives that waits for another program, however long it takes.
+    """Return what ``on_every_rank`` does, of work without collectives that waits for another program, however long.
 
     A rank that is done waits for the others in a collective, and would give the run up after ``run.timeout``, with the
     wrong cause. So ``work`` runs in a thread, and meanwhile all ranks tell one another that they are there.
@@ -58,7 +58,7 @@ def awaited(work: Callable[[], Part]) -> list[Part]:
 
 
 def awaited_on_first_rank(work: Callable[[], Part]) -> Part:
-    """As ``on_first_rank``, for work without collectives that waits for another program."""
+    """Return what ``on_first_rank`` does, of work without collectives that waits for another program."""
     first: Part = awaited(lambda: None if rank_and_ranks()[0] else work())[0]  # type: ignore[assignment]
     return first
 

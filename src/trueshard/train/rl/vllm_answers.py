@@ -1,4 +1,4 @@
-"""What a vLLM server answers, held against what was asked before it is used: another program may have answered."""
+"""Check what a vLLM server answers against what was asked, before it is used: another program may have answered."""
 
 from __future__ import annotations
 

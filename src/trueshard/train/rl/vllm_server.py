@@ -98,7 +98,7 @@ class Server:
     async def _request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         data, seconds = bytearray(), timeout or self.timeout
         try:
-            status = await asyncio.wait_for(self._receive(path, body, data), seconds)
+            status = await asyncio.wait_for(self._fetch(path, body, data), seconds)
         except asyncio.TimeoutError:
             did = f"sent {len(data)} bytes of its answer to {path} and no end" if data else f"did not answer {path}"
             raise UserError(
@@ -127,7 +127,7 @@ class Server:
             )
         return content
 
-    async def _receive(self, path: str, body: Mapping[str, Any] | None, data: bytearray) -> int:
+    async def _fetch(self, path: str, body: Mapping[str, Any] | None, data: bytearray) -> int:
         """Append the answer to ``data`` as it comes, and return the HTTP status."""
         asked = body or {}
         room = _ROOM + _ROOM_OF_TOKEN * (len(asked.get("prompt", ())) + asked.get("max_tokens", 0))
