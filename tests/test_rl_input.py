@@ -11,6 +11,7 @@ import pytest
 
 import forks
 from messages import lacking
+from resting import all_but
 from running import environment
 from trueshard.cli import main
 from trueshard.errors import UserError
@@ -31,7 +32,7 @@ EXACT = ["train.exact=true", "train.microbatch=2"]
         (["rollout.top_p=0.9"], ("rollout.top_p", "ratio", "[evaluation]")),
         (["rollout.top_k=5"], ("rollout.top_k", "ratio", "[evaluation]")),
         (["rl.loss=clop"], ("rl.loss", "'clop'", "clip")),
-        (["rl.advantage=groups"], ("rl.advantage", "groups", "'group'", "'greedy'")),
+        (["rl.advantage=groups"], ("rl.advantage", "'groups'", "'greedy'", '"file.py:function"', "mean 'group'?")),
         (["rl.average=words"], ("rl.average", "words", "'token'")),
         (["rl.kl_estimator=k4"], ("rl.kl_estimator", "k4", "'k3'")),
         (["rl.samples=1"], ("rl.samples", 'rl.advantage = "group"', "2 or more")),
@@ -90,8 +91,35 @@ def nothing(completion, record, sample):
 
 def loss(logs, old, advantages):
     return logs
+
+def a_row(rewards, lengths):
+    return rewards[0]
+
+def divides(rewards, lengths):
+    return (rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)
+
+def breaks(rewards, lengths):
+    return {}["key"]
+
+def one(rewards):
+    return rewards
+
+def words(rewards, lengths):
+    return [["high"] * rewards.shape[1]] * len(rewards)
 """
+ADVANTAGE = "rl.advantage={here}/own.py:"
 GOOD = '{"prompt": "sort 1 ->", "answer": "1"}\n'
+ADVANTAGES = [
+    (GOOD, [f"{ADVANTAGE}a_row"], ("rl.advantage", "own.py:a_row", "shape [8] for rewards of shape [3, 8]")),
+    (GOOD, [f"{ADVANTAGE}divides"], ("rl.advantage", "own.py:divides", "nan", "for the rewards [1.0, 1.0,")),
+    (GOOD, [f"{ADVANTAGE}a_rwo"], ("rl.advantage", "own.py", "no function 'a_rwo'", "'a_row'")),
+    (GOOD, ["rl.advantage={here}/none.py:f"], ("rl.advantage", "no file", "none.py")),
+    (GOOD, [f"{ADVANTAGE}breaks"], ("rl.advantage", "own.py:breaks: own.py:21: KeyError: 'key'")),
+    (GOOD, [f"{ADVANTAGE}raises"], ("rl.advantage", "own.py:raises", "TypeError", "'sample'")),
+    (GOOD, [f"{ADVANTAGE}one"], ("rl.advantage", "own.py:one", "TypeError", "1 positional argument")),
+    (GOOD, [f"{ADVANTAGE}words"], ("rl.advantage", "own.py:words", "ValueError", "'high'")),
+    (GOOD, [f"{ADVANTAGE}nothing"], ("rl.advantage", "own.py:nothing", "TypeError", "'sample'")),
+]
 LONG = json.dumps({"prompt": f"sort {'1 ' * 30}->", "answer": "1"}) + "\n"
 
 
@@ -115,6 +143,7 @@ LONG = json.dumps({"prompt": f"sort {'1 ' * 30}->", "answer": "1"}) + "\n"
         (GOOD, ["reward.function=score"], ("reward.function", "score", '"file.py:function"')),
         (GOOD, ["rl.loss={here}/own.py:los"], ("rl.loss", "own.py", "no function", "loss")),
         (GOOD, ["rl.loss={here}/none.py:loss"], ("rl.loss", "no file", "none.py")),
+        *all_but(ADVANTAGES[:2], ADVANTAGES, unpack=True),
         (GOOD, ["model.path={here}/nowhere"], ("model.path", "nowhere")),
         (GOOD, ["train.sequence_length=300"], ("train.sequence_length", 300, "max_position_embeddings")),
         (GOOD, ["data.images=true"], ("model.path", "processor of images")),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import trueshard
-from parity import Ranks
+from parity import RankFailure, Ranks
 from test_recipes import trained
 
 ROOT = Path(__file__).parents[1]
@@ -241,6 +241,46 @@ def test_a_loss_of_one_s_own_has_the_gradient_of_clip_at_a_ratio_of_one(ranks2: 
     for mine, theirs in zip(found["metrics"], wanted, strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         assert mine["reward"] == theirs["reward"]
+
+
+OWN_ADVANTAGE = """
+import numpy as np
+
+def centred(rewards, lengths):
+    assert rewards.dtype == np.float64 and lengths.dtype == np.int64 and rewards.shape == lengths.shape
+    assert (lengths >= 1).all() and lengths.max() <= 8 or len(rewards) <= 3
+    result = rewards - rewards.mean(1, keepdims=True)
+    rewards[:] = lengths[:] = 0  # what is its own
+    return result
+
+def drawn(rewards, lengths):
+    import torch
+    return torch.rand(rewards.shape)  # others on each rank, but that rank 0's count
+"""
+
+
+@pytest.mark.rest
+def test_an_advantage_of_one_s_own_is_taken_and_is_the_same_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_ADVANTAGE)
+    words = (*TEXT, "train.steps=2")
+    wanted = ranks2.run(inside, "grpo", str(tmp_path / "word"), (*words, "rl.advantage=centred"))[0]["metrics"]
+    own = f"rl.advantage={tmp_path}/own.py:"
+    found = ranks2.run(inside, "grpo", str(tmp_path / "own"), (*words, f"{own}centred"))[0]["metrics"]
+    keys = ("loss", "grad_norm", "reward", "reward_std", "entropy")
+    assert [[each[key] for key in keys] for each in found] == [[each[key] for key in keys] for each in wanted]
+    one, two = ranks2.run(inside, "grpo", str(tmp_path / "drawn"), (*words, f"{own}drawn"))
+    drawn = [[sample["advantage"] for sample in each["samples"] if sample["used"]] for each in (one, two)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 8
+
+
+@pytest.mark.rest
+def test_an_advantage_that_goes_wrong_in_a_run_is_one_line_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    text = "def late(rewards, lengths):\n    return rewards / (1 if len(rewards) < 4 else 0 * rewards)\n"
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(RankFailure) as caught:
+        ranks2.run(inside, "grpo", str(tmp_path / "run"), (*TEXT, f"rl.advantage={tmp_path}/own.py:late"))
+    assert str(caught.value).count("UserError: rl.advantage: ") >= 2
 
 
 @pytest.mark.rest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trueshard.text import nearest
-from trueshard.train.rl.policy_losses import LOSSES
+from trueshard.train.rl.policy_losses import ADVANTAGES, LOSSES
 from trueshard.train.section import Section, Text
 
 
@@ -18,10 +18,11 @@ class RLSection(Section):
 
     samples: Annotated[int, Field(ge=1)] = 8
     """Answers to each prompt: a group."""
-    advantage: Literal["group", "centred", "leave_one_out", "batch", "greedy"] = "group"
+    advantage: Text = "group"
     """Advantage of an answer. group: (reward - mean of the group) / standard deviation (GRPO). centred: without the
     division (Dr. GRPO). leave_one_out: reward - mean of the others (RLOO). batch: standardised over the step's tokens
-    (REINFORCE++). greedy: reward - reward of the likeliest answer (ReMax)."""
+    (REINFORCE++). greedy: reward - reward of the likeliest answer (ReMax).
+    Or "file.py:function" of your own."""
     average: Literal["token", "sequence", "length"] = "token"
     """Mean of the loss over all tokens of the step; over answers, each the mean of its tokens; or over answers, each
     the sum of its tokens divided by `rollout.tokens` (Dr. GRPO)."""
@@ -59,9 +60,11 @@ class RLSection(Section):
             raise ValueError(f'rl.samples is 1, and rl.advantage = "{self.advantage}" compares answers; set 2 or more')
         if self.clip[0] > 1:
             raise ValueError(f"rl.clip: 1 - {self.clip[0]} is negative, and a ratio is not; use 0 to 1")
-        if self.loss not in LOSSES and ":" not in self.loss:
-            near = nearest(self.loss, tuple(LOSSES))
-            raise ValueError(f'rl.loss: unknown {self.loss!r}; use one of these or "file.py:function".{near}')
+        for key, value, words in (("loss", self.loss, [*LOSSES]), ("advantage", self.advantage, ADVANTAGES)):
+            if value not in words and ":" not in value:
+                known = ", ".join(map(repr, words))
+                near = nearest(value, words)
+                raise ValueError(f'rl.{key}: unknown {value!r}; use {known} or "file.py:function".{near}')
         return self
 
     @property

@@ -123,6 +123,10 @@ LOSSES = {
 """``rl.loss`` → loss. The configuration, its documents and errors, and the tests take the words from here."""
 
 
+ADVANTAGES = ("group", "centred", "leave_one_out", "batch", "greedy")
+"""Words of ``rl.advantage``; a function of the user's own is in ``estimator``."""
+
+
 def advantages(
     kind: str,
     rewards: Values,  # [groups, samples]

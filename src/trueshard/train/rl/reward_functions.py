@@ -110,15 +110,16 @@ class Function:
             given = {f"{key}s": [one[key] for one in each] for key in _VERL} if is_batch else each[0]
         return _taken(self.call, given) | self.arguments
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn errors inside into a ``Wrong`` with the line of the user's code: "rewards.py:12: KeyError: 'a'"."""
-        try:
-            yield
-        except Wrong:
-            raise
-        except BaseException as error:
-            raise Wrong(_explanation(error, self.folder)) from error
+
+@contextlib.contextmanager
+def explained(folder: Path | None) -> Iterator[None]:
+    """Turn errors inside into a ``Wrong`` with the line of the user's code in ``folder``: "a.py:12: KeyError: 'a'"."""
+    try:
+        yield
+    except Wrong:
+        raise
+    except BaseException as error:
+        raise Wrong(_explanation(error, folder)) from error
 
 
 def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:

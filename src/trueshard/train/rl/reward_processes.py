@@ -41,7 +41,7 @@ from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.launching import end_with_parent, how, python_command
-from trueshard.train.rl.reward_functions import Function, Wrong, load, messages_of, reward_of, rewards_of
+from trueshard.train.rl.reward_functions import Function, Wrong, explained, load, messages_of, reward_of, rewards_of
 from trueshard.train.rl.samples import Sample
 
 Message = dict[str, Any]
@@ -292,7 +292,7 @@ class _Worker:
         records = [record for record, _ in inputs]
         samples = [Sample(**fields) for _, fields in inputs]
         _seed(number, *samples[0].name)
-        with function.explained():
+        with explained(function.folder):
             value = function.on(records, samples)
         return rewards_of(value, function, len(samples))
 
@@ -302,7 +302,7 @@ class _Worker:
         if not answers:
             self._close(name)
         episode, received = self._episodes.pop(name, (None, -1))
-        with function.explained():
+        with explained(function.folder):
             episode = episode or function.call(record, **function.arguments)
         value, ended = None, False
         for number, answer in list(enumerate([None, *answers]))[received + 1 :]:
@@ -312,7 +312,7 @@ class _Worker:
                     "it must depend on the record and on the answers alone"
                 )
             _seed(name, number)
-            with function.explained():
+            with explained(function.folder):
                 value, ended = _advance(episode, answer)
         if ended and not answers:
             raise Wrong("it returned before it yielded; an episode asks the model at least once")
@@ -325,7 +325,7 @@ class _Worker:
     def _close(self, name: str) -> None:
         episode, _ = self._episodes.pop(name, (None, 0))
         if episode is not None:
-            with self.functions[0].explained():
+            with explained(self.functions[0].folder):
                 episode.close()
 
 

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.losses import without_adapter
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
+from trueshard.train.rl.estimator import own_estimator
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
 from trueshard.train.rl.policy_losses import advantages, is_equal, too_long
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
@@ -147,6 +149,7 @@ class Rollouts:
             )
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
+        self._own_estimator = own_estimator(self.rl)
         encoder = PromptEncoder(tokenizer, processor)
         self.loss.never = encoder.never
         self._pad = pad_token(tokenizer)
@@ -325,7 +328,8 @@ class Rollouts:
         shape = (-1, self.rl.samples)
         lengths = np.array([sum(sample.own) for sample in used]).reshape(shape)
         baselines = self._baselines(used, rollout) if self.rl.advantage == "greedy" else None
-        values = advantages(self.rl.advantage, rewards.reshape(shape), lengths, baselines)
+        estimate = self._own_estimator or functools.partial(advantages, self.rl.advantage, baselines=baselines)
+        values = estimate(rewards.reshape(shape), lengths)
         for sample, advantage in zip(used, values.ravel().tolist(), strict=True):
             sample.advantage = advantage
 

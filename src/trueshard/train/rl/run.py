@@ -19,6 +19,7 @@ from trueshard.train.metrics.answers import SamplesWriter, line
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
+from trueshard.train.rl.estimator import own_estimator
 from trueshard.train.rl.policy import policy_loss
 from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
@@ -32,6 +33,7 @@ def check_parts(config: Config, data: Prepared) -> None:
     assert config.rl is not None
     assert config.reward is not None
     policy_loss(config.rl, config.rollout)
+    own_estimator(config.rl)
     if config.rollout.continuous:
         import_continuous()
     rewards = Rewards(config.reward)
