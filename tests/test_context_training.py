@@ -35,7 +35,8 @@ def documents(seed: int) -> dict[str, torch.Tensor]:
 
 def fitted(rank: int, world_size: int, kind: str, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Records of three steps of the trainer, evaluations included; samples go by the rank along shard alone."""
-    from trueshard.train.losses import CausalLoss, PreferenceLoss
+    from trueshard.train.losses import CausalLoss
+    from trueshard.train.preference import PreferenceLoss
 
     model = build("gpt2" if "tensor" not in sizes else "llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -65,9 +66,8 @@ def fitted(rank: int, world_size: int, kind: str, sizes: dict[str, int]) -> list
 
     class Record(trueshard.Callback):
         def on_step(self, trainer: Any, record: dict[str, Any]) -> None:
-            records.append(
-                {key: record[key] for key in ("loss", "grad_norm", "tokens", "evaluation_loss", "evaluation_count")}
-            )
+            keys = ("loss", "grad_norm", "tokens", "evaluation_loss", "evaluation_count")
+            records.append({key: record[key] for key in keys} | (loss.measures() if kind == "pairs" else {}))
 
     trainer = trueshard.Trainer(
         model,
@@ -97,6 +97,7 @@ def test_the_trainer_counts_each_sequence_once(
     count: int, kind: str, sizes: dict[str, int], alone: Ranks, pool: Pool
 ) -> None:
     (expected,) = alone.run(fitted, kind, sizes)
+    assert all(("rewards_margins" in record) == (kind == "pairs") for record in expected)
     for found in Ranks(count, pool).run(fitted, kind, sizes):
         assert_same(found, expected, rtol=1e-12, atol=1e-12)
 

@@ -115,6 +115,30 @@ def test_words_of_the_configuration_train(
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_run_of_preferences_writes_their_rewards_at_any_number_of_ranks(
+    exact: bool, alone: Ranks, ranks2: Ranks, tmp_path: Path
+) -> None:
+    words = (*overrides_of("dpo"), *(("train.exact=true", "train.microbatch=1") if exact else ()))
+    runs = [
+        ranks.run(trained, "dpo", str(tmp_path / str(ranks.count)), words, timeout=240)[0]["metrics"]
+        for ranks in (alone, ranks2)
+    ]
+    keys = [f"rewards_{key}" for key in ("chosen", "rejected", "margins", "accuracies")]
+    one, two = ([[record[key] for key in keys] for record in run] for run in runs)
+    assert one[0] == [0.0] * 4  # the model is its own reference
+    for (chosen, rejected, margin, accuracy), record in zip(one[1:], runs[0][1:], strict=True):
+        assert margin == pytest.approx(chosen - rejected, abs=1e-9)
+        assert 0 <= accuracy <= 1
+        assert record["loss"] > 0
+    assert one[-1][2] > 0
+    if exact:
+        assert one == two
+    else:
+        assert [record[:3] for record in two] == [pytest.approx(record[:3], abs=1e-4) for record in one]
+
+
+@pytest.mark.rest
 def test_what_latest_stands_for_stays_the_same_in_a_run(ranks2: Ranks, tmp_path: Path) -> None:
     """Else preference tuning would go on with another reference when the model it began with is trained on."""
     from trueshard.train.parse import load_config

@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trueshard
 from messages import naming
 from parity import Ranks, assert_same
+from resting import all_but
 from trueshard.errors import UserError
 from trueshard.train.config import Config
-from trueshard.train.losses import CausalLoss, PreferenceLoss, summed, without_adapter
+from trueshard.train.losses import CausalLoss, summed
 from trueshard.train.models.build import architecture, build, fill
+from trueshard.train.preference import PreferenceLoss, without_adapter
 from trueshard.train.run.session import check_apart, choose_loss
 
 VOCABULARY, LENGTH, ROWS = 256, 24, 6
@@ -382,8 +384,8 @@ def test_loss_is_that_of_the_datas_format(ranks2: Ranks) -> None:
 # Preferences
 
 
-def plain_dpo(policy: nn.Module, other: nn.Module, batch: dict[str, torch.Tensor], beta: float, s: float) -> Any:
-    """The mean loss as the papers write it, from whole logits."""
+def plain_rewards(policy: nn.Module, other: nn.Module, batch: dict[str, torch.Tensor], beta: float) -> Any:
+    """The rewards of the chosen and of the rejected answers, from whole logits."""
 
     def log_probability(model: nn.Module) -> torch.Tensor:
         logs = model(batch["input_ids"], use_cache=False).logits.log_softmax(-1)
@@ -392,8 +394,13 @@ def plain_dpo(policy: nn.Module, other: nn.Module, batch: dict[str, torch.Tensor
 
     with torch.no_grad():
         before = log_probability(other)
-    ratio = log_probability(policy) - before
-    margin = beta * (ratio[: len(ratio) // 2] - ratio[len(ratio) // 2 :])
+    return (beta * (log_probability(policy) - before)).chunk(2)
+
+
+def plain_dpo(policy: nn.Module, other: nn.Module, batch: dict[str, torch.Tensor], beta: float, s: float) -> Any:
+    """The mean loss as the papers write it."""
+    chosen, rejected = plain_rewards(policy, other, batch, beta)
+    margin = chosen - rejected
     return -((1 - s) * torch.sigmoid(margin).log() + s * torch.sigmoid(-margin).log()).mean()
 
 
@@ -440,6 +447,44 @@ def test_preference_loss_is_that_of_the_paper(lora: bool, alone: Ranks, ranks2: 
         for found, grads in ranks.run(preference_step, lora, False):
             assert found == pytest.approx(loss, rel=1e-5)
             assert_same(grads, expected, rtol=1e-3, atol=1e-7)
+
+
+def measured(rank: int, world: int, lora: bool, microbatches: int) -> list[dict[str, float]]:
+    """What the loss measures in a step of twelve answers, of which an evaluation is no part; and after it."""
+    policy, other = policy_of(lora)
+    batch = sequences(12)
+    with torch.no_grad():
+        chosen, rejected = plain_rewards(policy, other.eval(), batch, 0.5)
+    ahead = (chosen > rejected).float()
+    values = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": ahead}
+    plain = {f"rewards_{key}": float(each.mean()) for key, each in values.items()}
+    trueshard.shard(policy)
+    if not lora:
+        trueshard.shard(other.requires_grad_(False))
+    loss = PreferenceLoss(None if lora else other, 0.5, 0.1)
+    places = torch.arange(6).chunk(world * microbatches)[rank * microbatches :][:microbatches]
+    for rows in places:
+        part = {name: torch.cat([half[rows] for half in tensor.chunk(2)]) for name, tensor in batch.items()}
+        loss(policy, part).backward()
+        with torch.no_grad():
+            loss(policy, part)
+    return [plain, loss.measures(), loss.measures()]
+
+
+@pytest.mark.parametrize("lora", all_but([False], [False, True]))
+def test_rewards_of_preferences_are_those_of_the_global_batch(
+    lora: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks
+) -> None:
+    ((plain, first, _),) = alone.run(measured, lora, 1)
+    for ranks, microbatches in ((alone, 3), (ranks2, 1), (ranks3, 2)):
+        for _, found, again in ranks.run(measured, lora, microbatches):
+            assert list(found) == list(plain) == [f"rewards_{key}" for key in PREFERENCES]
+            assert found == pytest.approx(plain, rel=1e-4, abs=1e-6)
+            assert found == pytest.approx(first, rel=1e-5, abs=1e-7)
+            assert again == {}
+
+
+PREFERENCES = ("chosen", "rejected", "margins", "accuracies")
 
 
 def test_preference_loss_of_the_reference_itself_is_that_of_a_coin() -> None:

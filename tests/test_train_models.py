@@ -22,10 +22,11 @@ from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.sharding.engine import sharded as sharded_as
 from trueshard.train.config import Config
-from trueshard.train.losses import CausalLoss, PreferenceLoss
+from trueshard.train.losses import CausalLoss
 from trueshard.train.models.build import architecture, build, fill, reference
 from trueshard.train.models.parameters import copy_tensor
 from trueshard.train.models.quantized import QuantizedLinear, dequantise, quantise
+from trueshard.train.preference import PreferenceLoss
 from trueshard.train.run.session import choose_loss
 
 VOCABULARY = 300

@@ -1,4 +1,4 @@
-"""The losses of the trainer: what it asks of one, next-token cross entropy, and direct preference optimisation.
+"""The losses of the trainer: what it asks of one, and next-token cross entropy.
 
 - Targets are aligned with inputs: the token to predict at a position stands at that position.
 - The whole logits (tokens × vocabulary, in float32 with their gradient the largest tensors of a step) are never held
@@ -13,8 +13,6 @@
   gathers its weight as usual. A model that changes its logits (caps or scales them) would do that to losses, so it must
   return the very tensor that the head gave; otherwise there is no such loss.
 - Where ranks share the vocabulary (the tensor axis), each has its part of the logits, and sums travel, not logits.
-- DPO (Rafailov et al. 2023, equation 7; label smoothing: Mitchell 2023) compares with a reference: another model,
-  frozen and sharded, or the model itself with its PEFT adapter off, which costs no memory.
 """
 
 from __future__ import annotations
@@ -174,87 +172,6 @@ class HeadRows:
         self.whole_logits = self._is_tried = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             warnings.warn(f"{why}, so the loss is computed from all logits at once", stacklevel=3)
-
-
-class PreferenceLoss:
-    """DPO loss, summed over pairs: a ``Loss``.
-
-    For a chosen and a rejected answer, with the margin m = log π(chosen) - log π(rejected) minus the same of the
-    reference, it is -(1 - s) log sigmoid(βm) - s log sigmoid(-βm).
-
-    The reference is the frozen model before training, on the same device, sharded if the model is; without one, the
-    model with its adapter off, which must be a PEFT model.
-    """
-
-    unit = "pair"
-    tokens = staticmethod(CausalLoss.tokens)
-
-    def __init__(
-        self,
-        reference: nn.Module | None = None,
-        beta: float = 0.1,  # β, strength of the pull towards the reference
-        label_smoothing: float = 0.0,  # s, probability that a preference is swapped
-        whole_logits: bool = False,
-    ) -> None:
-        self.reference = None if reference is None else reference.eval()
-        self.beta, self.label_smoothing = beta, label_smoothing
-        self._policy, self._other = CausalLoss(whole_logits), CausalLoss(whole_logits)
-
-    def count(self, batch: Batch) -> int:
-        """Return the number of pairs."""
-        return batch["input_ids"].shape[0] // 2
-
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a microbatch: 0-dim, float32. Collective if sharded.
-
-        ``batch``: ``input_ids`` and ``targets`` [2 × pairs, length]: the chosen answers, then the rejected ones in the
-        same order; other tensors are passed to the models.
-        """
-        adapter_off = without_adapter(model) if self.reference is None else contextlib.nullcontext()
-        with torch.no_grad(), adapter_off:
-            before = self._margins(self._other, model if self.reference is None else self.reference, batch)
-        margins = self.beta * (self._margins(self._policy, model, batch) - before)
-        runtime = runtime_of(names.unwrap(model))
-        shared = None if runtime is None else runtime.axes.along.get("context")
-        if shared is not None:  # so far of a part of each answer
-            margins = sum_parts(margins, shared.get_group())
-        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
-        loss = -((1 - self.label_smoothing) * right + self.label_smoothing * wrong).sum()
-        # Each of the ranks that share an answer has its loss, and the gradient of its part: the value counts once.
-        return loss if shared is None or shared.get_local_rank() == 0 else loss - loss.detach()
-
-    def _margins(self, losses: CausalLoss, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return log-probability of the chosen minus the rejected answers, [pairs]."""
-        chosen, rejected = losses(model, batch, rows=True).chunk(2)
-        return rejected - chosen
-
-
-@contextlib.contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Run a PEFT model as its base, in evaluation mode; sharded or not.
-
-    PEFT changes ``requires_grad`` along with it, on which sharded units would free their buffers; so it is restored at
-    once.
-    """
-    root: Any = names.unwrap(model)
-    if not callable(getattr(root, "disable_adapter", None)):
-        raise ValueError(f"a {type(root).__name__} has no adapter to turn off; give PreferenceLoss a reference")
-    trainable = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
-    training = model.training
-
-    def restore() -> None:
-        for parameter, wanted in trainable:
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
-
-    try:
-        with root.disable_adapter():
-            restore()
-            model.eval()
-            yield
-    finally:
-        restore()
-        model.train(training)
 
 
 # Cross entropy at the head of a model

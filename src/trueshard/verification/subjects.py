@@ -40,7 +40,8 @@ from trueshard.planner.inputs.batches import model_feed, model_loss
 from trueshard.planner.inputs.factories import Original, TrainingParts
 from trueshard.planner.inputs.workloads import checked, optimizers_of
 from trueshard.plans import Plan
-from trueshard.train.losses import CausalLoss, Loss, Mean, PreferenceLoss
+from trueshard.train.losses import CausalLoss, Loss, Mean
+from trueshard.train.preference import PreferenceLoss
 from trueshard.verification.compare import TensorStore
 
 if TYPE_CHECKING:

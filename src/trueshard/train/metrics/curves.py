@@ -88,6 +88,8 @@ PANELS = (
     Panel("evaluation_reward", "Evaluation reward", "signed", noisy=False),
     LOSS,
     Panel("evaluation_loss", "Evaluation loss", "nats", noisy=False),
+    Panel("rewards_margins", "Reward of the chosen over that of the rejected answer", "signed"),
+    Panel("rewards_accuracies", "Pairs with the chosen answer ahead", "part"),
     Panel("length_mean", "Length of an answer, tokens", "count"),
     Panel("entropy", "Entropy", "nats"),
     Panel("mismatch_mean", "Mismatch of log-probabilities, mean", "nats", True, "mismatch_max", "largest", log=True),

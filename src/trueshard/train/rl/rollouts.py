@@ -31,7 +31,7 @@ from trueshard.sharding.engine import sharded
 from trueshard.train.data.batches import IGNORED, Batch, Mixture
 from trueshard.train.data.order import Order
 from trueshard.train.data.tokenizer import pad_token
-from trueshard.train.losses import without_adapter
+from trueshard.train.preference import without_adapter
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
 from trueshard.train.rl.estimator import own_estimator

@@ -24,7 +24,7 @@ from trueshard.train.config import Config, ShardSection
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.losses import CausalLoss, Loss, PreferenceLoss, logits_of
+from trueshard.train.losses import CausalLoss, Loss, logits_of
 from trueshard.train.metrics import terminal
 from trueshard.train.metrics.curves import draw_result
 from trueshard.train.metrics.step_metrics import (
@@ -38,6 +38,7 @@ from trueshard.train.metrics.step_metrics import (
 from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
+from trueshard.train.preference import PreferenceLoss
 from trueshard.train.run import resuming
 from trueshard.train.run.checks import Ready, checkpoints_of
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
@@ -193,6 +194,8 @@ def build_trainer(
     loss: Loss
     if config.rl is None:
         loss = choose_loss(config, settings, model)
+        if isinstance(loss, PreferenceLoss):
+            callbacks.insert(0, Preferences(loss))
         loader, evaluation = _loaders(config, data, model, device)
     else:
         from trueshard.train.rl import run
@@ -339,6 +342,16 @@ def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Cal
         terminal.Display(config.train.log_every),
         Tracking(trackers(config.log.to), plain, folder, config.log.project),
     ]
+
+
+class Preferences(Callback):
+    """Add what the loss of preferences measures to the record of each step."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self._loss = loss
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        record |= self._loss.measures()
 
 
 class StateHashes(Callback):
