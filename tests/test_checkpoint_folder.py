@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ import trueshard
 from messages import naming
 from models.handmade import Scalar
 from parity import Ranks
+from resting import all_but
 from trueshard.checkpoint.format import MANIFEST, Manifest
 
 
@@ -86,6 +88,48 @@ def test_latest_is_a_link_to_what_was_written_last(tmp_path: Path) -> None:
     assert weight(link) == 2
     saved(tmp_path / "mine")
     assert os.readlink(link) == "step-00000009"
+
+
+def score(folder: Path) -> float | None:
+    """The metric of the checkpoint that is called ``best``."""
+    best = folder / "best"
+    if not os.path.lexists(best):
+        return None
+    found = trueshard.load(best, model=nn.Linear(4, 2))
+    return found["progress"]["metrics"]["loss"]
+
+
+MODES = [(wait, mode) for wait in (True, False) for mode in ("min", "max")]
+
+
+@pytest.mark.parametrize(("wait", "mode"), all_but([(False, "max")], MODES))
+def test_best_is_a_link_to_the_best(tmp_path: Path, wait: bool, mode: str) -> None:
+    """As soon as a better one is there, also in the background, and whatever is deleted."""
+    checkpoints = trueshard.Checkpoints(tmp_path, keep_last=1, keep_best=1, mode=mode)
+    losses = [4.0, 5.0, math.nan, 3.0, 3.0, 6.0, 2.0]
+    for step, loss in enumerate(losses):
+        saving = checkpoints.save(step, metrics={"loss": loss}, model=nn.Linear(4, 2), wait=wait)
+        if saving is not None:
+            saving.wait()
+        best = (min if mode == "min" else max)(each for each in losses[: step + 1] if each == each)
+        assert score(tmp_path) == best
+        assert checkpoints.best() == tmp_path / os.readlink(tmp_path / "best")
+    checkpoints.prune()
+    assert len(checkpoints.steps()) == 1 + (mode == "max")
+
+
+def test_best_is_no_link_where_none_is_kept_or_something_has_its_name(tmp_path: Path) -> None:
+    mine, plain = tmp_path / "mine", trueshard.Checkpoints(tmp_path / "plain", keep_last=1)
+    kept = trueshard.Checkpoints(tmp_path / "plain", keep_last=1, keep_best=1)
+    plain.save(1, metrics={"loss": 1.0}, model=nn.Linear(4, 2))
+    assert score(plain.directory) is None
+    kept.save(2, metrics={"loss": math.nan}, model=nn.Linear(4, 2))
+    assert score(plain.directory) == 1.0
+    plain.save(3, metrics={"loss": 9.0}, model=nn.Linear(4, 2))  # the best is deleted, and its link with it
+    assert score(plain.directory) is None
+    (mine / "best").mkdir(parents=True)
+    trueshard.Checkpoints(mine, keep_best=1).save(1, metrics={"loss": 1.0}, model=nn.Linear(4, 2))
+    assert not (mine / "best").is_symlink()
 
 
 class Words:

@@ -17,6 +17,7 @@ from trueshard.errors import UserError
 from trueshard.train.config import TEXT_FILES, Config
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
+from trueshard.train.run.resuming import located, write_settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
@@ -175,6 +176,18 @@ def test_what_cannot_be_unset_is_named(override: str, said: tuple[object, ...]) 
         example("sft.toml", override)
     assert lacking(caught.value, *said) == []
     assert "\n" not in str(caught.value)
+
+
+def test_what_best_stands_for_stays_the_same_in_a_run(tmp_path: Path) -> None:
+    link, given = tmp_path / "best", [f"run.dir={tmp_path / 'run'}", f"model.path={tmp_path / 'best'}"]
+    link.symlink_to("step-00000003")
+    (tmp_path / "run").mkdir()
+    for _ in range(2):
+        config = located(load_config(ROOT / "examples" / "continue.toml", given))
+        assert config.model.path == str(tmp_path / "step-00000003")
+        write_settings(config, {})
+        link.unlink()
+        link.symlink_to("step-00000004")
 
 
 SHARED = {"long_context.toml": "context", "mixture.toml": "experts", "tensor.toml": "tensor"}

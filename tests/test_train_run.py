@@ -217,6 +217,30 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
+def test_the_best_checkpoint_has_a_name_on_the_disk_also_after_a_kill(tmp_path: Path) -> None:
+    folder = make_project(tmp_path / "best")
+    evaluation = "[evaluation]\nfraction = 0.2\nevery = 4\npatience = 99\n[optimizer]"
+    changed = CONFIG.replace("[optimizer]", evaluation).replace("steps = 6", "steps = 24").replace("1e-2", "5e-2")
+    (folder / "train.toml").write_text(changed)
+
+    def check() -> int:
+        """Return the best step of those that are saved, which the link names."""
+        step = int((folder / "run" / "checkpoints" / "best").readlink().name.removeprefix("step-"))
+        losses = {each["step"]: each["evaluation_loss"] for each in metrics(folder) if "evaluation_loss" in each}
+        assert losses[step] == min(losses[saved] for saved in losses if saved <= step)
+        return step
+
+    process = start(folder, "--nproc", "2")
+    wait_for_steps(folder, process, 10)
+    os.killpg(process.pid, signal.SIGKILL)
+    end(process)
+    assert check() >= 4
+    run(folder, "--nproc", "2")
+    evaluated = [each for each in metrics(folder) if "evaluation_loss" in each]
+    assert check() == min(evaluated, key=lambda each: each["evaluation_loss"])["step"]
+
+
+@pytest.mark.rest
 def test_srun_starts_workers(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder = make_project(tmp_path / "srun")
     with socket.socket() as free:

@@ -35,7 +35,7 @@ from trueshard.checkpoint import hashing, layout, state
 from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
 from trueshard.checkpoint.process_group import RankGroup, by_rows, check_equal, own_part
-from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard
+from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, move_link
 from trueshard.text import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
@@ -234,6 +234,8 @@ class Saving:
         self.what = what
         self.failure: BaseException | None = None
         """Not raised yet: ``wait`` raises it once."""
+        self.after: Callable[[], None] = lambda: None
+        """Called in the background once the checkpoint is there."""
         # No daemon: a script that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"trueshard: {what}")
         self._thread.start()
@@ -241,6 +243,7 @@ class Saving:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
+            self.after()
         except BaseException as error:
             self.failure = error
 
@@ -299,7 +302,7 @@ background = Background()
 class Checkpoints:
     """Saves a run's checkpoints as ``step-00000100`` in one directory, and deletes those that are not to be kept.
 
-    The link ``latest`` beside them points to the one that was written last.
+    The link ``latest`` beside them points to the one that was written last; with ``keep_best``, ``best`` to the best.
 
     Args:
         directory: made when needed.
@@ -365,6 +368,8 @@ class Checkpoints:
             raise ValueError(f"keep_best goes by {self._metric!r}, which is not among metrics {sorted(metrics or {})}")
         progress = {"step": step, "metrics": {key: float(value) for key, value in (metrics or {}).items()}}
         saving = save(self.path(step), progress=progress, **arguments)
+        if saving is not None and not RankGroup().rank:
+            saving.after = self._link_best  # if it is complete by now, `prune` does it
         # With wait=False the newest is not there yet: one more of the older ones stays until the next save.
         self.prune()
         return saving
@@ -373,11 +378,16 @@ class Checkpoints:
         """Delete what is not kept. Rank 0 does."""
         if RankGroup().rank:
             return
+        self._link_best()
         steps = self.steps()
         kept = {*steps[-self._last :], *self._ranked()[: self._best or 0]}
         for step in steps:
             if step not in kept and not (self._every and step % self._every == 0):
                 discard(self.path(step))
+
+    def _link_best(self) -> None:
+        best = self.best() if self._best is not None else None
+        move_link(self.directory / "best", None if best is None else best.name)
 
     def _ranked(self) -> list[int]:
         """Return the steps that have the metric, best first, of equals the later one."""

@@ -105,19 +105,27 @@ class LocalWriter:
     def publish(self, manifest: bytes) -> None:
         _write_file(self._partial / MANIFEST, manifest)
         move_into_place(self._partial, self._final, self.where)
-        link = self._final.with_name("latest")
-        # The link moves in one step, where the file system has links; a file or directory of that name stays.
-        if OF_A_STEP.fullmatch(self._final.name) and (link.is_symlink() or not os.path.lexists(link)):
-            new = link.with_name(f".latest.partial-{secrets.token_hex(4)}")
-            with contextlib.suppress(OSError, NotImplementedError):
-                new.symlink_to(self._final.name, target_is_directory=True)
-                new.replace(link)
-                _sync(link.parent)
+        if OF_A_STEP.fullmatch(self._final.name):
+            move_link(self._final.with_name("latest"), self._final.name)
         self._lock.close()
 
     def abandon(self) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
         self._lock.close()
+
+
+def move_link(link: Path, name: str | None) -> None:
+    """Let a link point to what has ``name`` beside it, or remove it; in one step, where the file system has links."""
+    if not link.is_symlink() and (name is None or os.path.lexists(link)):
+        return  # a file or directory of that name stays
+    new = link.with_name(f".{link.name}.partial-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError, NotImplementedError):
+        if name is None:
+            link.unlink()
+        else:
+            new.symlink_to(name, target_is_directory=True)
+            new.replace(link)
+        _sync(link.parent)
 
 
 def _write_file(path: Path, data: bytes, size: int = 0) -> None:

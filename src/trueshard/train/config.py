@@ -108,7 +108,7 @@ class EvaluationSection(Section):
     samples: Annotated[int, Field(ge=1)] | None = None
     """Evaluate the first so many samples; left out, all."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop training after so many evaluations without a better one, and keep the best checkpoint."""
+    """Stop training after so many evaluations without a better one, and keep the best: `checkpoints/best`."""
     answers: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

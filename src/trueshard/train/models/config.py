@@ -44,8 +44,8 @@ class ModelSection(Section):
     """The model: exactly one of `path`, `config` and `architecture`."""
 
     path: Text | None = None
-    """Hugging Face model directory with weights, to continue from; a checkpoint is one, and "…/latest" the newest. Or
-    `owner/name` of a model on the hub, which is fetched into its cache."""
+    """Hugging Face model directory with weights, to continue from; a checkpoint is one, "…/latest" the newest, and
+    "…/best" the best. Or `owner/name` of a model on the hub, which is fetched into its cache."""
     revision: Text | None = None
     """Branch, tag or commit of `owner/name`. A run keeps the commit that it began with."""
     config: Text | None = None

@@ -119,7 +119,7 @@ def resolved(config: Config, ranks: int) -> Config:
 
 
 def located(config: Config) -> Config:
-    """Return `config` with `model.path = "…/latest"` resolved to the checkpoint that the run began with, or begins.
+    """Return `config` with `model.path = "…/latest"`, or "…/best", resolved to the checkpoint that the run began with.
 
     Likewise the `model.revision` of a name on the hub: to the commit; and a `data.format` that was left out.
     """
@@ -135,11 +135,11 @@ def located(config: Config) -> Config:
         is_same = before == config.model.path and config.model.revision is None
         commit = (identity.get("model.revision") if is_same else None) or config.model.place().name
         return with_settings(config, {"model.revision": commit})
-    if not names_newest(path.expanduser()):
+    if not (is_best := path.name == "best" and path.expanduser().is_symlink()) and not names_newest(path.expanduser()):
         return config
     if before is not None and Path(before).parent == path.parent:
         return with_settings(config, {"model.path": before})
-    newest = trueshard.latest(path.expanduser().parent)
+    newest = path.expanduser().resolve() if is_best else trueshard.latest(path.expanduser().parent)
     return config if newest is None else with_settings(config, {"model.path": str(path.parent / newest.name)})
 
 
