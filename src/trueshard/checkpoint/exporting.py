@@ -238,6 +238,8 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
     directory.mkdir()
     entries = source.converted(dtype)
     stem = "adapter_model" if source.catalogue.adapter else "model"
+    if any(layout.DIFFUSERS in file for key in entries for file in source.catalogue.entries[key].files):
+        stem = layout.DIFFUSERS
     keys = {key: layout.FileKey("", stem, source.name(key)) for key in entries}
     for name, data in layout.lay_out(entries, keys, marked=False).items():
         if held := {key: entry for key, entry in entries.items() if entry.files == [name]}:

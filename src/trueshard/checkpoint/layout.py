@@ -38,13 +38,14 @@ from trueshard.model import names
 BASE = "base/"  # folder of a PEFT model's base
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations of LoRA (how names begin) that change the base
 LARGEST = 2_000_000_000  # bytes of tensors in one file, unless a single tensor has more
+DIFFUSERS = "diffusion_pytorch_model"  # stem of the files that models of diffusers read
 _MOST_PIECES = 100_000  # of a tensor that is merged or split
 
 
 @dataclass(frozen=True)
 class FileKey:
     folder: str  # "" or "name/"
-    stem: str  # of the file's name: "model", "adapter_model", "optimizer" or "extra"
+    stem: str  # of the file's name: "model", `DIFFUSERS`, "adapter_model", "optimizer" or "extra"
     key: str  # in the file
 
 
@@ -56,11 +57,16 @@ def file_keys(models: Mapping[str, nn.Module], entries: Mapping[str, TensorEntry
     for prefix, module in models.items():
         folder = f"{prefix.partition('/')[2]}/" if "/" in prefix else ""
         adapted = adapted_keys(module, folder) or {}
+        stem = DIFFUSERS if _is_of_diffusers(names.unwrap(module)) else "model"
         for key in entries:
             if key.startswith(f"{prefix}/"):
                 name = key.removeprefix(f"{prefix}/")
-                result[key] = adapted.get(name, FileKey(folder, "model", name))
+                result[key] = adapted.get(name, FileKey(folder, stem, name))
     return result
+
+
+def _is_of_diffusers(module: Any) -> bool:
+    return all(hasattr(module, name) for name in ("register_to_config", "save_config", "to_json_string"))
 
 
 def adapted_keys(module: nn.Module, folder: str) -> dict[str, FileKey] | None:
@@ -166,7 +172,7 @@ def companions(models: Mapping[str, nn.Module], tokenizer: Any, where: str) -> C
 
 
 def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[str], Any]]]:
-    """Return (folder, function that saves to it) for copies of a transformers or PEFT model's configurations."""
+    """Return (folder, function that saves to it) for copies of a model's configurations, if its library has any."""
     result: list[tuple[str, Callable[[str], Any]]] = []
     folder = ""
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
@@ -182,6 +188,10 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
             save = functools.partial(config.save_pretrained, auto_mapping_dict=None if config.task_type else mapping)
             result.append((adapter_folder(module, adapter), save))
         module, folder = base, BASE
+    if _is_of_diffusers(module):  # its own words, but of the class that it had before it was sharded
+        described = json.loads(module.to_json_string()) | {"_class_name": _torch.own_class(module).__name__}
+        text = json.dumps(described, indent=2) + "\n"
+        return [*result, (folder, lambda place: Path(place, "config.json").write_text(text, encoding="utf-8"))]
     if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return result
     copied = copy.deepcopy(module.config)

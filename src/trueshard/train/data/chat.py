@@ -160,42 +160,38 @@ class ChatTemplate:
             spans = [span for span in marked if span[0] >= begin]
         else:
             spans = []
-            for number in (number for number in answers if number >= context and number not in silent):
-                first, last = prefix(number, prompt=True), prefix(number + 1)
-                answer = text[first:last].rstrip()
-                # A line break after the token that ends a turn is nobody's; without that token, it is the end.
-                spans.append((first, first + len(answer) if answer.endswith(self._ends) else last))
-            silent = []
+            for number in answers:
+                if number >= context:
+                    first, last = prefix(number, prompt=True), prefix(number + 1)
+                    answer = text[first:last].rstrip()
+                    # A line break after the token that ends a turn is nobody's; without that token, it is the end.
+                    spans.append((first, first + len(answer) if answer.endswith(self._ends) else last))
         for first, last in ((prefix(number), prefix(number + 1)) for number in silent):
             spans = [part for a, b in spans for part in ((a, min(b, first)), (max(a, last), b)) if part[0] < part[1]]
         if not any(first < last for first, last in spans):
-            weights = " with a weight of 1" if any("weight" in turns[number] for number in answers) else ""
-            raise UserError(
-                f"{where}: there is nothing that the assistant says{weights}, so nothing to learn; leave it out"
-            )
+            what = "nothing that the assistant says (and whose weight is not 0), so nothing to learn"
+            raise UserError(f"{where}: there is {what}; leave it out")
         if self.answers_only:
             self._note(turns, text, spans, where)
         return Rendered(text, spans)
 
     def _note(self, turns: list[Message], text: str, spans: list[Span], where: str) -> None:
         """Add to ``notes`` what is wrong with the targets of a conversation."""
-        unlearnt = "so the model does not learn to stop"
         asked = "".join(texts(turns[:1])).strip() if turns[0]["role"] != "assistant" else ""
-        place = text.find(asked) if asked else -1
-        if any(first <= place < last for first, last in spans):
+        if any(first <= (text.find(asked) if asked else -1) < last for first, last in spans):
             remedy = "move its {% generation %}, or set data.answers_only = false if that is meant"
             self.notes.setdefault(f"the chat template makes the prompt a target, too; {remedy}", where)
+        unlearnt = "after what the assistant says, so the model does not learn to stop"
         for first, last in spans:
             if text[first:last].rstrip().endswith(self._ends):
                 continue
             after = text[last:].lstrip()
             if (end := max((end for end in self._ends if after.startswith(end)), key=len, default=None)) is not None:
                 remedy = "move it into {% generation %} of tokenizer.chat_template"
-                self.notes.setdefault(f"{end} after what the assistant says is no target, {unlearnt}; {remedy}", where)
+                self.notes.setdefault(f"{end} is no target {unlearnt}; {remedy}", where)
             elif not any(end in text[first:] for end in self._ends):
                 remedy = "set tokenizer.chat_template to one that does"
-                note = f"the chat template writes no special token after what the assistant says, {unlearnt}; {remedy}"
-                self.notes.setdefault(note, where)
+                self.notes.setdefault(f"the chat template writes no special token {unlearnt}; {remedy}", where)
 
     def prompt(self, turns: list[Message], where: str, tools: Any = None) -> str:
         """Return a conversation as text, up to where the assistant begins to answer. Raises `UserError`."""

@@ -172,8 +172,8 @@ class InstructionFormat(ChatFormat):
     @classmethod
     def parts(cls, section: DataSection, record: Record) -> list[list[chat.Message]]:
         asked, more, answer = _strings(("instruction", "input", "output"), record, optional="input")
-        user = {"role": "user", "content": f"{asked}\n\n{more}" if more.strip() else asked}
-        return [[user, {"role": "assistant", "content": answer}]]
+        content = f"{asked}\n\n{more}" if more.strip() else asked
+        return [[{"role": "user", "content": content}, {"role": "assistant", "content": answer}]]
 
 
 class CompletionFormat(Format):
@@ -186,17 +186,14 @@ class CompletionFormat(Format):
         return _completion(record)
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
-        return [(self._encode(record),) for record in records]
+        return [tuple(self._encode(record, *_completion(record))) for record in records]
 
-    def _encode(self, record: Record) -> Document:
-        prompt, completion = _completion(record)
-        if isinstance(prompt, str):
-            document = self._answered(prompt, completion)
-            return document if self.section.answers_only else all_targets(document.ids)
-        self.conversational = True
+    def _encode(self, record: Record, prompt: Any, completion: Any) -> list[Document]:
         context = len(prompt) if self.section.answers_only else 0
-        turns, tools = [*prompt, *completion], record.fields.get("tools")
-        return self.template.documents([self.template.render(turns, record.where, tools, context)])[0]
+        if isinstance(prompt, str):
+            return [self._answered(prompt, completion) if context else self._answered("", prompt + completion)]
+        self.conversational, tools = True, record.fields.get("tools")
+        return self.template.documents([self.template.render([*prompt, *completion], record.where, tools, context)])
 
 
 class PreferenceFormat(Format):
@@ -389,10 +386,6 @@ def _strings(keys: Sequence[str], record: Record, wanted: str = "strings", optio
 
 def _prompt(record: Record) -> str | list[chat.Message]:
     value, where = record.fields.get("prompt"), record.where
-    if value is None:
-        raise _lacking("prompt", "has no 'prompt'", record.fields, where)
-    if not isinstance(value, str):
-        return chat.flat(chat.messages(value, f"{where}: prompt"), where)
-    if not value.strip():
-        raise _lacking("prompt", "has an empty 'prompt'", record.fields, where)
-    return value
+    if value is None or isinstance(value, str):
+        return _strings(["prompt"], record)[0]
+    return chat.flat(chat.messages(value, f"{where}: prompt"), where)
