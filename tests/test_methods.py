@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import trueshard
-from cases import as_on_one_device, on_ranks, raises_on_ranks
+from cases import as_on_one_device, on_ranks
 from gathering import parameters
 from handmade_training import batch, prepared
-from messages import lacking, naming
+from messages import lacking
 from models.handmade import Stack
 from parity import Ranks
 from resting import all_but
@@ -137,7 +138,7 @@ class Reaching(Stack):
 
 
 def reaching(rank: int, world_size: int, reads: str, options: dict[str, Any]) -> dict[str, Any]:
-    model, optimizer = prepared(world_size, Reaching, units=["Block", reads], **options)
+    model, optimizer = prepared(world_size, Reaching, units=[..., reads], **options)
     model.reads = reads
     for seed in range(2):
         for micro in range(2):
@@ -155,8 +156,21 @@ def test_what_is_read_from_another_block_is_a_unit_too(
 
 
 @pytest.mark.parametrize("reads", ["blocks.0.norm", "blocks.1.up"])
-@raises_on_ranks(2, naming("its unit is not gathered here", "units=['Block', 'blocks."))
-def test_what_is_read_from_another_block_is_named(rank: int, world_size: int, reads: str) -> None:
+@on_ranks(2)
+def test_what_is_read_from_another_block_is_named_with_units_that_work(rank: int, world_size: int, reads: str) -> None:
     model, _ = prepared(world_size, Reaching)
     model.reads = reads
-    model(batch(0, rank, world_size))
+    with pytest.raises(RuntimeError, match="its unit is not gathered here") as caught:
+        model(batch(0, rank, world_size))
+    pasted = re.search(r"units=(\[.*?\])", str(caught.value))
+    assert pasted is not None
+    names = [unit.name for unit in sharded(model).plan.units]
+    model, _ = prepared(world_size, Reaching, units=eval(pasted[1]))
+    model.reads = reads
+    out = model(batch(0, rank, world_size))
+    plan = sharded(model).plan
+    assert {unit.name for unit in plan.units} == {*names, reads}
+    again, _ = prepared(world_size, Reaching, plan=trueshard.Plan.from_json(plan.to_json()))
+    again.reads = reads
+    assert torch.equal(again(batch(0, rank, world_size)), out)
+    assert sharded(again).plan == plan

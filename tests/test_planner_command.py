@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from torch import nn
 import trueshard
 from messages import lacking
 from trueshard.cli import main
+from trueshard.train.config import ShardSection
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -127,6 +134,18 @@ def test_the_fixed_command_line(said: Said) -> None:
     kept = sum(unit["parameters"] for unit in found["units"] if not unit["reshard_after_forward"])
     expected = 7 / 8 * (2 * (2 * parameters - kept) + 4 * parameters)
     assert found["bytes_received_per_step"] == pytest.approx(expected, rel=0.001)
+
+
+@pytest.mark.rest
+def test_units_that_go_on_from_the_automatic_choice(said: Said) -> None:
+    found = json.loads(
+        said("tiny", *FIXED, "--units", "...", "--units", "model.layers.1.mlp", "--json", "--out", "plan.json")
+    )
+    names = ["", *(f"model.layers.{name}" for name in ("0", "1", "1.mlp", "2"))]
+    assert [unit["name"] for unit in found["units"]] == names
+    assert [unit.name for unit in trueshard.Plan.from_json(Path("plan.json").read_text()).units] == names
+    text = 'units = ["...", "model.layers.1.mlp"]'
+    assert ShardSection(**tomllib.loads(text)).options().units == ["...", "model.layers.1.mlp"]
 
 
 @pytest.mark.rest

@@ -46,6 +46,13 @@ def chosen(model: nn.Module, words: Any = "auto") -> list[str]:
         (["Block", nn.LayerNorm], [f"{b}{s}" for b in BLOCKS for s in ("", ".norm")]),
         ("blocks.?", BLOCKS),
         ("blocks.1", ["blocks.1"]),
+        (..., BLOCKS),
+        ("...", BLOCKS),
+        ([...], BLOCKS),
+        ([..., "blocks.1.norm", "last"], ["blocks.0", "blocks.1", "blocks.1.norm", "blocks.2", "last"]),
+        (["last", " ... "], [*BLOCKS, "last"]),
+        ([nn.LayerNorm, ...], [f"{b}{s}" for b in BLOCKS for s in ("", ".norm")]),
+        ("blocks.*", [f"{b}{s}" for b in BLOCKS for s in ("", ".norm", ".up", ".down")]),  # it crosses dots
         (["*.up", "last"], ["blocks.0.up", "blocks.1.up", "blocks.2.up", "last"]),
         (
             lambda name, module: isinstance(module, nn.Linear) and name.startswith("blocks.2"),
@@ -64,8 +71,9 @@ def test_words_choose_modules(words: Any, expected: list[str]) -> None:
         ("blocks.7", naming("'blocks.7'", "'blocks.")),
         ("layers.*", naming("'layers.*'")),
         (nn.Conv2d, naming("'Conv2d'")),
-        ("blocks", naming("'blocks'", "ModuleList", "forward", "'blocks.*'")),
-        (["auto", "Block"], '"auto"'),
+        ("blocks", naming("'blocks'", "ModuleList", "forward", "class", "['blocks.0', 'blocks.1'")),
+        (["auto", "Block"], naming('"auto"', '"..."')),
+        ([..., "Blok"], naming("'Blok'", "'Block'")),
     ],
 )
 def test_an_unknown_word_lists_near_matches_and_classes(words: Any, message: str) -> None:
@@ -212,6 +220,8 @@ def test_a_large_head_is_a_unit_that_is_not_kept_to_the_end_of_backward() -> Non
 def test_a_head_stays_in_the_root_where_it_is_small_tied_or_units_were_named() -> None:
     for words in ({"vocab_size": 16000}, {"tie_word_embeddings": True}, {"units": "LlamaDecoderLayer"}):
         assert [unit.name for unit in head_of(**words).units] == ["", "model.layers.0", "model.layers.1"]
+    added = [unit.name for unit in head_of(units=[..., "model.norm"]).units]
+    assert added == [*(unit.name for unit in head_of().units[:-1]), "model.norm", "lm_head"]
 
 
 def test_a_pipeline_stage_keeps_by_default() -> None:

@@ -21,6 +21,8 @@ from trueshard.axes import SHARED
 from trueshard.text import nearest, parse_size
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from typing_extensions import Self
@@ -43,7 +45,7 @@ TENSOR_KEYS = ("ranks", "sequence", "trial")
 EXPONENTS = range(-126, 75)
 """Exponents of a grid's step that ``exact`` may name: steps and ranges are numbers that float32 holds."""
 
-Units: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Sequence[str | type] | None"
+Units: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Sequence[str | type | EllipsisType] | None"
 Reshard: TypeAlias = "str | int | Mapping[str, str | int | bool]"
 Precision: TypeAlias = "MixedPrecision | MixedPrecisionPolicy | str | None"
 Recomputation: TypeAlias = "str | Mapping[str, str]"
@@ -127,7 +129,8 @@ class Options(AppliedOptions):
     units: Units = option(
         "auto",
         """Modules that are gathered together. ``"auto"``, class name(s), class(es), glob(s) over names, or
-        ``callable(name, module) -> bool``.""",
+        ``callable(name, module) -> bool``. ``...`` in a list (as text ``"..."``) is the automatic choice, which the
+        others are added to.""",
         text=str | list[str],
     )
     mixed_precision: Precision = option(

@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,6 +63,12 @@ def nearest_above(name: str, table: Mapping[str, Value]) -> Value:
     while name not in table:
         name = name.rpartition(".")[0]
     return table[name]
+
+
+def matching(glob: str, known: Iterable[str]) -> list[str]:
+    """Return the names that a glob matches: ``*`` and ``?`` match dots as well, so ``layers.*`` is all inside, too."""
+    matches = re.compile(fnmatch.translate(glob)).match
+    return [name for name in known if matches(name)]
 
 
 @dataclass

@@ -7,11 +7,11 @@ The only place that compares these words: everything else reads ``Unit.reshard_a
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import glob
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trueshard.model import names
 from trueshard.options import RECOMPUTE_WORDS, RESHARD_WORDS, Recompute
 from trueshard.plans import Plan, Unit
 from trueshard.text import nearest
@@ -113,7 +113,7 @@ def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[
     chosen: list[Any] = [rest] * len(units)
     for pattern, word in words.items():
         called = [(unit.name, *unit.modules) for unit in units]
-        hits = [i for i, aliases in enumerate(called) if any(fnmatch.fnmatchcase(name, pattern) for name in aliases)]
+        hits = [i for i, aliases in enumerate(called) if names.matching(pattern, aliases)]
         if not hits:
             near = nearest(pattern, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

@@ -26,7 +26,6 @@ here, before anything is touched:
 
 from __future__ import annotations
 
-import fnmatch
 import graphlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -60,37 +59,38 @@ def choose_units(index: Index, words: Any) -> dict[str, str]:
     if callable(words) and not isinstance(words, type):
         chosen = {name: "units callable" for name, module in modules.items() if name and words(name, module)}
     else:
-        spoken = _spoken(words)
         chosen = {}
-        if spoken == ["auto"] or not spoken:
-            chosen = _from_hints(index) or _from_structure(index)
-        elif "auto" in spoken:
-            raise ValueError('units: "auto" stands alone; leave it out or give it by itself')
-        else:
-            for word in spoken:
-                chosen.update(_matching(index, word))
+        for word in _spoken(words):
+            chosen |= (_from_hints(index) or _from_structure(index)) if word == "..." else _matching(index, word)
     for name in chosen:
         if not has_forward(modules[name]):
-            kind = type(modules[name]).__name__
+            kind, children = type(modules[name]).__name__, [child for child, _ in _children(modules[name], name)]
             raise ValueError(
                 f"units: {name!r} is a {kind} without a forward, so nothing says when to gather it; name "
-                f"its children instead, for example the glob {f'{name}.*' if name else '*'!r}"
+                f"its children instead, by their class or as {children[:3]}"
             )
     return {name: chosen[name] for name in modules if name in chosen}
 
 
+def is_automatic(words: Any) -> bool:
+    """True if ``units`` is the automatic choice, or goes on from it."""
+    return (isinstance(words, type) or not callable(words)) and "..." in _spoken(words)
+
+
 def _spoken(words: Any) -> list[str | type]:
-    if words is None:
-        return []
-    if isinstance(words, (str, type)):
-        words = [words]
+    """Return words and classes, ``"..."`` for the automatic choice."""
+    if words is None or words is ... or isinstance(words, (str, type)):
+        words = [words or "..."]
     if not isinstance(words, Iterable):
         raise TypeError(f"units must be words, classes or a callable, not {type(words).__name__}")
-    stripped = [word.strip() if isinstance(word, str) else word for word in words]
+    stripped = [word.strip() if isinstance(word, str) else "..." if word is ... else word for word in words]
     for word in stripped:
         if not isinstance(word, str) and not (isinstance(word, type) and issubclass(word, nn.Module)):
             raise TypeError(f"units: {word!r} is neither a name, a glob, nor a module class")
-    return [word for word in stripped if word != ""]
+    spoken = [word for word in stripped if word != ""] or ["auto"]
+    if "auto" in spoken and len(spoken) > 1:
+        raise ValueError('units: "auto" stands alone; for further units write "..." in its place')
+    return ["..."] if spoken == ["auto"] else spoken
 
 
 def _matching(index: Index, word: str | type) -> dict[str, str]:
@@ -99,7 +99,7 @@ def _matching(index: Index, word: str | type) -> dict[str, str]:
     if isinstance(word, type):
         result = {name: f"class {shown}" for name, module in modules if isinstance(module, word)}
     elif any(character in word for character in "*?["):
-        result = {name: f"glob {word}" for name, _ in modules if fnmatch.fnmatchcase(name, word)}
+        result = dict.fromkeys(names.matching(word, (name for name, _ in modules)), f"glob {word}")
     else:
         result = {name: f"class {word}" for name, module in modules if word in _class_names(module)}
         result = result or {name: "named" for name, _ in modules if name == word}

@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +93,7 @@ def own_styles(index: Index) -> dict[str, str]:
         if own_plan := vars(module).get("_tp_plan"):  # not of what a wrapper such as PEFT's passes on
             styles = {f"{name}.{glob}" if name else glob: word for glob, word in own_plan.items()}
             # As a user would give them.
-            return {glob: word for glob, word in styles.items() if _matching(glob, index.all_names)}
+            return {glob: word for glob, word in styles.items() if names.matching(glob, index.all_names)}
     raise ValueError(
         f"tensor: {type(index.root).__name__} has no plan for sharing matrices (transformers' tp_plan): give the "
         'styles of its modules, as tensor={"ranks": 2, "*.up": "colwise", "*.down": "rowwise"}, or leave out tensor'
@@ -129,7 +127,7 @@ def by_name(index: Index, plan: Plan, styles: Mapping[str, str], *, strict: bool
     prefixes = tuple(f"{name}." for name in plan.modules_apart)
     result: dict[str, str] = {}
     for glob, word in styles.items():
-        hits = _matching(glob, index.all_names)
+        hits = names.matching(glob, index.all_names)
         if strict and not hits:
             raise ValueError(f"tensor: {glob!r} matches no module and no parameter.{nearest(glob, index.all_names)}")
         result |= dict.fromkeys((name for name in hits if not f"{name}.".startswith(prefixes)), word)
@@ -137,11 +135,6 @@ def by_name(index: Index, plan: Plan, styles: Mapping[str, str], *, strict: bool
         if is_adapter(module := index.modules.get(name)):
             result |= adapter_styles(name, module, result.pop(name))
     return result
-
-
-def _matching(glob: str, all_names: list[str]) -> list[str]:
-    matches = re.compile(fnmatch.translate(glob)).match
-    return [name for name in all_names if matches(name)]
 
 
 # What cannot be shared

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ def _forget_style(root: nn.Module, module: nn.Module) -> None:
     for above, holder in names.named_modules(root):
         if styles := vars(holder).get("_tp_plan"):
             start = f"{above}." if above else ""
-            left = {glob: style for glob, style in styles.items() if not fnmatch.fnmatchcase(name, start + glob)}
+            left = {glob: style for glob, style in styles.items() if not names.matching(start + glob, [name])}
             vars(holder)["_tp_plan"] = left
 
 
@@ -149,7 +148,7 @@ def _styles_left(plan: Plan, workload: Workload) -> Mapping[str, str]:
         stage = workload.model()
     owners = [name for name, module in names.named_modules(stage) if any(True for _ in module.parameters())]
     left = [*owners, *(name for held in names.held_tensors(stage, "parameters") for name in held.names)]
-    return {glob: style for glob, style in plan.styles.items() if fnmatch.filter(left, glob)}
+    return {glob: style for glob, style in plan.styles.items() if names.matching(glob, left)}
 
 
 def _sent_on(model: nn.Module, batch: Any) -> torch.Tensor:

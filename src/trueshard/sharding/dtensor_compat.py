@@ -184,12 +184,10 @@ def explain_mixed(value: DTensor) -> str:
         for name, module, _, tensor in names.named_tensors(runtime.root, "parameters"):
             if isinstance(tensor, DTensor) and _torch.storage_identity(_torch.local(tensor)) == storage:
                 owner = next(known for known, other in modules.items() if other is module)
-                blocks = (unit.modules[0] for unit in runtime.plan.units if unit.kind == "block")
-                classes = sorted({_torch.own_class(modules[block]).__name__ for block in blocks})
                 return (
                     f"{name!r} is sharded, and its unit is not gathered here. In a pass, make the module that holds it "
-                    f"a unit, too, which is gathered wherever it is read: units={[*classes, owner]}; outside of one, "
-                    "take full_tensor() on every rank"
+                    f"a unit, too, which is gathered wherever it is read: units=[..., {owner!r}], where ... is the "
+                    "automatic choice, or what you named; outside of a pass, take full_tensor() on every rank"
                 )
     return "a sharded tensor meets a plain one: call full_tensor() on it, on every rank"
 

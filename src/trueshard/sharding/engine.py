@@ -19,7 +19,7 @@ from trueshard.model import agreement, experts, intent, names, policies, registr
 from trueshard.model.intent import refuse
 from trueshard.model.names import Index
 from trueshard.model.snapshot import Snapshot
-from trueshard.model.units import Grouping, choose_units
+from trueshard.model.units import Grouping, choose_units, is_automatic
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
@@ -157,7 +157,7 @@ def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
     compiled = index.root is not index.model or _torch.is_compiled_in_place(index.root)
     grouping = Grouping(index)
     # Units that were named are the only ones; and the stages of a pipeline run their backward in parts.
-    heads = units == "auto" and not compiled and not plan.pipeline
+    heads = is_automatic(units) and not compiled and not plan.pipeline
     grouping.choose(
         choose_units(index, units),
         split_embeddings=policies.frees_root(plan.reshard_after_forward) and not compiled,

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import math
 import warnings
@@ -33,6 +32,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
+from trueshard.model import names
 from trueshard.model.names import Index
 from trueshard.optim.exact import DIGITS, below, largest_of, to_grid
 from trueshard.options import EXPONENTS
@@ -56,7 +56,7 @@ def check_globs(index: Index, plan: Plan) -> None:
         return
     present = [name for held in index.parameters for name in held.names]
     for glob in plan.exact:
-        if not any(fnmatch.fnmatchcase(name, glob) for name in present):
+        if not names.matching(glob, present):
             shown = ", ".join(map(repr, present[:8]))
             raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, present)} Parameters: {shown}")
 
@@ -154,7 +154,7 @@ class ExactSums:
             names_of.setdefault(id(parameter), []).append(name)
         for key, called in names_of.items():
             self._names[key] = called[0]
-            hits = (e for glob, e in self._globs.items() if any(fnmatch.fnmatchcase(name, glob) for name in called))
+            hits = (e for glob, e in self._globs.items() if names.matching(glob, called))
             exponent = next(hits, EXPONENT)
             for name in called:  # FSDP2 tells one name of a tie later
                 self._exponents.setdefault(name, exponent)

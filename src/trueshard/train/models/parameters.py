@@ -6,7 +6,6 @@ A glob such as `vision_tower.*` also matches `model.vision_tower.…`.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -18,6 +17,7 @@ from trueshard import _torch
 from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
+from trueshard.model.names import matching
 from trueshard.model.regions import copy_here
 from trueshard.sharding.engine import sharded
 from trueshard.text import nearest
@@ -28,7 +28,7 @@ def match_globs(globs: Iterable[str], names: Collection[str], key: str, what: st
     """Return the ``names`` that a glob matches, whole or after a dot, by glob; raise `UserError` if one has none."""
     result: dict[str, None] = {}
     for glob in globs:
-        matches = [name for name in names if fnmatch.fnmatchcase(f".{name}", f"*.{glob}")]
+        matches = [name for name in names if matching(f"*.{glob}", [f".{name}"])]
         if not matches:
             raise UserError(f"{key}: {glob!r} matches no {what} of {len(names)}.{nearest(glob, names, 1)}")
         result |= dict.fromkeys(matches)
