@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from messages import lacking, naming
 from trueshard.cli import main
 from trueshard.convert.converting import drafted
-from trueshard.convert.planning import FRAMEWORKS, advise, model_of, spoken
+from trueshard.convert.planning import FRAMEWORKS, advise, best_of, changes_of, left_out, model_of, request_of, spoken
 from trueshard.convert.tables import framework
 from trueshard.errors import UserError
 from trueshard.planner.choose_plan import solve
@@ -211,13 +212,105 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
+NOT_FORECAST: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "model.converters": ["float8"],
+        "float8": {"enable_fsdp_float8_all_gather": True},
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.enable_async_tensor_parallel": True,
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+        "training.mixed_precision_reduce": "bfloat16",
+        "compile.backend": "eager",
+    },
+    "accelerate": {
+        "fp8_config": {"backend": "AO"},
+        "fsdp_config.fsdp_forward_prefetch": True,
+        "fsdp_config.fsdp_backward_prefetch": "BACKWARD_PRE",
+        "dynamo_config": {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune"},
+    },
+    "deepspeed": {
+        "zero_optimization.overlap_comm": False,
+        "zero_optimization.zero_quantized_weights": True,
+        "communication_data_type": "bf16",
+        "activation_checkpointing": {"partition_activations": True},
+        "compile": {"deepcompile": True},
+    },
+}
+"""Keys, none of which the forecast follows."""
+FREE = {
+    "torchtitan": {"job.description": "first", "metrics.save_for_all_ranks": True, "checkpoint.folder": "saved"},
+    "accelerate": {"same_network": True, "fsdp_config.fsdp_use_orig_params": True, "main_training_function": "main"},
+    "deepspeed": {"wall_clock_breakdown": True, "tensorboard": {"enabled": True}},
+}
+"""Keys that no step costs more by."""
+
+
+@pytest.mark.parametrize("source", FRAMEWORKS)
+def test_what_a_forecast_leaves_out_is_said(source: str, tmp_path: Path) -> None:
+    tree = copy.deepcopy(THEIRS[source])
+    plain = {line.partition(" = ")[0] for line in left_out(drafted(written(tmp_path, source, tree), source, 16)[0])}
+    for key, value in {**NOT_FORECAST[source], **FREE[source]}.items():
+        put(tree, key, value)
+    said = " ".join(left_out(drafted(written(tmp_path, source, tree), source, 16)[0]))
+    assert plain == set()
+    named = [key for key in NOT_FORECAST[source] if "tensor_parallel_degree" not in key]  # without it nothing is async
+    inner = {"dynamo_config": "dynamo_config.dynamo_mode", "compile": "compile.deepcompile"}
+    assert lacking(said, *(inner.get(key, key) for key in named)) == []
+    assert all(key not in said for key in FREE[source])
+
+
+def axes_of(source: str, tiny: str, folder: Path, **axes: Any) -> Any:
+    """The best plan for a file of `THEIRS` on other axes, and the changes that it takes."""
+    draft, kind, _ = drafted(written(folder, source, THEIRS[source]), source, 8)
+    theirs = request_of(draft, tiny, {"sequence": 64})
+    best = best_of(dataclasses.replace(theirs, **axes), theirs, kind, draft, lambda line: None)
+    return best, list(changes_of(kind, draft, solve(theirs), best))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("source", "axis", "keys"),
+    [
+        ("torchtitan", "tensor", {"parallelism.tensor_parallel_degree": 2}),
+        ("torchtitan", "context", {"parallelism.context_parallel_degree": 2}),
+        ("accelerate", "tensor", {"tp_size": 2, "dp_shard_size": 4}),
+    ],
+)
+def test_axes_are_said_in_keys_with_the_same_batch(
+    source: str, axis: str, keys: dict[str, int], tiny: str, tmp_path: Path
+) -> None:
+    ranks: Any = {"ranks": 2, "sequence": source == "torchtitan"} if axis == "tensor" else 2
+    best, changes = axes_of(source, tiny, tmp_path, **{axis: ranks})
+    assert keys.items() <= {each.key.rpartition("config_")[2]: each.value for each in changes}.items()
+    tree = copy.deepcopy(THEIRS[source])
+    for each in changes:
+        if each.key:
+            put(tree, each.key, each.value)
+    draft = drafted(written(tmp_path, source, tree), source, 8)[0]
+    of_rank = best.forecast.microbatch * best.forecast.accumulation
+    assert of_rank == 2 * THEIRS["torchtitan"]["training"]["local_batch_size"] * 2 or source != "torchtitan"
+    again = solve(request_of(draft, tiny, {"sequence": 64, "microbatch": best.forecast.microbatch}))
+    assert again.forecast == best.forecast
+
+
+@pytest.mark.parametrize(
+    ("source", "axes"), [("accelerate", {"experts": 2}), ("deepspeed", {"tensor": 2}), ("torchtitan", {"pipeline": 2})]
+)
+def test_an_axis_without_a_key_is_not_chosen(source: str, axes: dict[str, int], tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no key"):
+        axes_of(source, tiny, tmp_path, **axes)
+
+
 @pytest.mark.rest
 def test_the_command(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, "accelerate", THEIRS["accelerate"]))
     words = ["plan", "--for", "accelerate", path, tiny, "--sequence", "64", "--out", str(tmp_path / "best.json")]
+    words += ["--axes"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert lacking(text, "tiny on 8 × h100", "as it is", "best", "fsdp_config.fsdp_offload_params = false") == []
+    assert lacking(text, "Axes", "tensor 2") == []
     assert (tmp_path / "best.json").exists()
 
 

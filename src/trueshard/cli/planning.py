@@ -318,7 +318,7 @@ def _starting() -> Iterator[None]:
 
 # Configurations, of other frameworks and for training
 
-_OF_OTHERS = ("hardware", "ranks", "ranks_per_node", "sequence", "microbatch", "memory", "optimizer")
+_OF_OTHERS = ("hardware", "ranks", "ranks_per_node", "sequence", "microbatch", "memory", "optimizer", "axes")
 """Options of `plan` that go with another framework's configuration, in the place of what it says."""
 _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
 """Parameters of `plan` that go with a training configuration."""

@@ -35,6 +35,11 @@ WORDS = {
 }
 
 
+def is_listed(key: str, name: str) -> bool:
+    """True if a list of globs in `shared.toml` has one of their keys."""
+    return any(fnmatch(key.lower(), glob) for glob in table("shared")[name])
+
+
 @dataclass(frozen=True)
 class Converted:
     """A configuration, and how it came about."""
@@ -49,9 +54,8 @@ class Converted:
     @property
     def dropped(self) -> list[str]:
         """The keys that had no equivalent and without which the run computes something else."""
-        globs = table("shared")["changes"]
         without = dict.fromkeys(entry.key for entry in self.entries if entry.status == "none")
-        return [key for key in without if any(fnmatch(key.lower(), glob) for glob in globs)]
+        return [key for key in without if is_listed(key, "changes")]
 
     def report(self) -> str:
         """Return a line for each key: what it became, how it differs, or why it has no equivalent."""

@@ -7,6 +7,7 @@ best plan that their keys can say becomes keys again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trueshard.convert.converting import drafted
+from trueshard.axes import OPTIONS, ranks_along, sizes_of
+from trueshard.convert.converting import drafted, is_listed
 from trueshard.convert.engine import FALSE, TRUE, Draft, Rule, our_default, shown
 from trueshard.convert.tables import Framework
 from trueshard.errors import UserError
-from trueshard.planner.choose_plan import solve, space_of
+from trueshard.planner.choose_plan import on_best_axes, solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
@@ -62,6 +64,8 @@ class Advice:
     changes: tuple[Change, ...]
     differs: tuple[str, ...]
     """Differences of training there from what is forecast, one sentence each."""
+    left_out: tuple[str, ...]
+    """Keys that the forecast does not follow, and why; a sentence for those with the same reason."""
 
     def __str__(self) -> str:
         rows = [_row("as it is", self.theirs)]
@@ -70,7 +74,9 @@ class Advice:
         blocks = [
             [f"{headline(self.theirs.forecast)}, from {self.title}"],
             listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),
+            listed("Left out, or forecast in another way", self.left_out),
             table(head, rows, right=(1, 3, 4, 5)),
+            listed("Axes", self.best.reasons),
             ["Change", *(f"  {change}" for change in self.changes)]
             if self.changes
             else ["There is nothing to change."],
@@ -85,6 +91,7 @@ class Advice:
             "best": as_json(self.best),
             "changes": changes,
             "differs": [*self.differs],
+            "left_out": [*self.left_out],
         }
 
 
@@ -117,23 +124,38 @@ def advise(
     if draft.ranks is None:
         differs = ["The file names no number of ranks: 8 are taken (--ranks)."]
         draft, kind, title = drafted(path, source, 8)
-    request = _request(draft, model or model_of(draft, path), {k: v for k, v in options.items() if v is not None})
+    options = {name: value for name, value in options.items() if value is not None}
+    search_axes = options.pop("axes", False)
+    request = request_of(draft, model or model_of(draft, path), options)
     theirs = solve(request, progress)
-    best = _best(request, kind, draft, progress)
+    search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress)
+    best = on_best_axes(request, search, progress) if search_axes else search(request)
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
         best = theirs
-    changes = tuple(_changes(kind, draft, theirs, best))
+    changes = tuple(changes_of(kind, draft, theirs, best))
     forecast_of = ("shard.", "train.batch", "train.accumulate")
     for entry in draft.in_order():
         if entry.status == "near" and entry.becomes.startswith(forecast_of):
             differs.append(f"{entry.key} = {shown(entry.value)}: {entry.note}.")
-    return Advice(f"{path.name} of {title}", theirs, best if changes else theirs, changes, tuple(differs))
+    title = f"{path.name} of {title}"
+    return Advice(title, theirs, best if changes else theirs, changes, tuple(differs), tuple(left_out(draft)))
+
+
+def left_out(draft: Draft) -> Iterator[str]:
+    """Yield keys with no equivalent, or that are done in a way of our own, with the reason; those of one together."""
+    keys: dict[str, list[str]] = {}
+    for entry in draft.in_order():
+        verdict = draft.rules[entry.key].verdict
+        in_own_way = entry.status == "always" and verdict is not None and verdict[1] == entry.note
+        if (entry.status == "none" or in_own_way) and not is_listed(entry.key, "free"):
+            keys.setdefault(entry.note, []).append(f"{entry.key} = {shown(entry.value)}")
+    yield from (f"{', '.join(given)}: {note}." for note, given in keys.items())
 
 
 # Forwards
 
 
-def _request(draft: Draft, model: str, options: Mapping[str, Any]) -> Request:
+def request_of(draft: Draft, model: str, options: Mapping[str, Any]) -> Request:
     """Return what the planner is asked for: their configuration, with nothing left free."""
     tree = draft.tree
     choices = {key: value for key in CHOICES if (value := tree.get(f"shard.{key}")) is not None}
@@ -195,18 +217,32 @@ def model_of(draft: Draft, path: Path) -> str:
 # The best plan
 
 
-def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[str], object]) -> Study:
-    """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there."""
-    assert request.microbatch is not None
-    assert request.accumulation is not None
-    of_rank = request.microbatch * request.accumulation
+def best_of(
+    request: Request, theirs: Request, kind: Framework, draft: Draft, progress: Callable[[str], object]
+) -> Study:
+    """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there.
+
+    Raises ValueError for axes of `request`, beside those of the file (`theirs`), that have no keys there, or that the
+    batch of a step does not divide by.
+    """
+    assert theirs.microbatch is not None
+    assert theirs.accumulation is not None
+    for axis in ("pipeline", *OPTIONS):
+        ranks = ranks_along(request, axis)
+        if ranks != ranks_along(theirs, axis) and not spoken(kind, draft, f"shard.{axis}", ranks):
+            raise ValueError(f"{kind.title} has no key for {axis}")
+    sharing, before = (math.prod(sizes_of(each).values()) for each in (request, theirs))
+    of_rank, rest = divmod(theirs.microbatch * theirs.accumulation * sharing, before)
+    if rest or of_rank % theirs.microbatch:
+        raise ValueError(f"the batch of a step does not divide by {request.ranks // sharing} ranks")
+    request = dataclasses.replace(request, microbatch=theirs.microbatch, accumulation=of_rank // theirs.microbatch)
     replicate = 1 if request.replicate == request.ranks else request.replicate  # full copies everywhere shard nothing
     free: dict[str, Any] = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "none"}
     space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free))
     evaluator = Evaluator(space, progress)
-    sizes = [request.microbatch]
+    sizes = [theirs.microbatch]
     if spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1):
-        sizes = [request.microbatch * 2, request.microbatch, request.microbatch // 2]
+        sizes = [theirs.microbatch * 2, theirs.microbatch, theirs.microbatch // 2]
     sizes = [size for size in sizes if size and of_rank % size == 0]
     reshards = [word for word in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", word)]
     recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
@@ -226,21 +262,22 @@ def _best(request: Request, kind: Framework, draft: Draft, progress: Callable[[s
 # Backwards
 
 
-def _changes(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Iterator[Change]:
+def changes_of(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Iterator[Change]:
     """Yield a change for each choice that differs."""
     total = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
     before, after = _chosen(theirs), _chosen(best)
     is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
         if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):
-            for change in spoken(kind, draft, ours, value, total) or []:
-                if change.say or change.value != change.before:
+            for change in spoken(kind, draft, ours, value, total, best.plan.ranks[-1]) or []:
+                if change.say or change.value != draft.get(change.key):
                     yield change
 
 
 def _chosen(study: Study) -> dict[str, Any]:
     plan, forecast = study.plan, study.forecast
     return {
+        **{f"shard.{axis}": ranks_along(plan, axis) for axis in OPTIONS},
         "shard.replicate": plan.ranks[0] if len(plan.ranks) == 2 else 1,
         "shard.reshard_after_forward": plan.reshard_after_forward,
         "shard.activation_checkpointing": plan.activation_checkpointing,
@@ -250,14 +287,18 @@ def _chosen(study: Study) -> dict[str, Any]:
     }
 
 
-def spoken(kind: Framework, draft: Draft, ours: str, value: Any, total: int = 0) -> list[Change] | None:
-    """Return how their framework says a choice; None if it has no words for it. ``total``: samples of a step."""
+def spoken(
+    kind: Framework, draft: Draft, ours: str, value: Any, total: int = 0, shards: int = 0
+) -> list[Change] | None:
+    """Return how their framework says a choice; None if it has no words for it.
+
+    ``total``: samples of a step; ``shards``: ranks over which parameters are sharded.
+    """
     for back in kind.back:
         if back["ours"] == ours and back.get("value") in (None, value):
-            if "say" in back:
-                return [Change("", None, None, back["say"].format(value))]
-            filled = {"{}": value, "{total}": total}
-            return [_change(draft, key, filled.get(word, word)) for key, word in back["keys"].items()]
+            filled = {"{}": value, "{total}": total, "{shards}": shards}
+            said = [Change("", None, None, back["say"].format(value))] if "say" in back else []
+            return [_change(draft, key, filled.get(word, word)) for key, word in back.get("keys", {}).items()] + said
     changes = []
     for rule in kind.rules:
         if rule.becomes == ours or any(ours in word.sets for word in rule.words.values()):

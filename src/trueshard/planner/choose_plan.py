@@ -54,7 +54,7 @@ def solve(request: Request, progress: Progress = lambda line: None, *, workers: 
     if request.axes:
         if request.plan is not None:
             raise ValueError("axes: a given plan has its axes; leave out axes, or the plan")
-        return _on_best_axes(request, functools.partial(solve, progress=progress, workers=workers), progress)
+        return on_best_axes(request, functools.partial(solve, progress=progress, workers=workers), progress)
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
     space, is_open = space_of(request)
     check = functools.partial(_warnings, request, space)
@@ -265,7 +265,7 @@ class _Trial:
         return f"{_axes_text(self.request)} {f'lacks {size(self.lack)}' if self.lack else speed}"
 
 
-def _on_best_axes(request: Request, solve: Callable[[Request], Study], progress: Progress) -> Study:
+def on_best_axes(request: Request, solve: Callable[[Request], Study], progress: Progress) -> Study:
     """Return the study of the fastest plan of all axes that were tried; Ctrl-C takes the best so far.
 
     Raises NothingFits, where plans are searched, if nothing does on any axes: that of those that lack the least.
