@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trueshard
 from gathering import whole
 from messages import lacking
 from parity import Ranks, assert_same
 from resting import all_but
+from trueshard.checkpoint.state import seed_all
 
 ROWS, LENGTH, VOCABULARY = 12, 6, 31
 """of one step, over all ranks; 12 rows divide by 1, 2 and 3 ranks"""
@@ -235,6 +238,52 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks2: Ranks, tmp_path: Path, kind: 
         assert found["whole"]["norm"] == found["joined"]["norm"]
         for name, value in found["whole"]["parameters"].items():
             assert torch.equal(value, found["joined"]["parameters"][name]), name
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Row number, and a number by each generator that an augmentation may use."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        drawn = [float(torch.rand(())), np.random.rand(), random.random()]  # noqa: NPY002
+        return torch.tensor([row, *drawn], dtype=torch.float64)
+
+
+def augmented(rank: int, world_size: int, folder: str, options: dict[str, Any], stop_at: int) -> list[list[bool]]:
+    """Whether the rows, and what each generator drew for them, are those of a run that was not stopped."""
+    seen: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.clone())
+        return model(batch.float()).square().mean()
+
+    def run(name: str, seed: int, until: int) -> torch.Tensor:
+        seen.clear()
+        seed_all(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trueshard.shard(model, optimizer)
+        loader = DataLoader(Noisy(), batch_size=2, shuffle=True, **options)  # 4 batches a pass
+        trainer = trueshard.Trainer(
+            model, optimizer, loader, loss=loss, steps=10, checkpoints=trueshard.Checkpoints(Path(folder) / name)
+        )
+        trainer.wants_stop = lambda: trainer.step == until - 1
+        trainer.fit()
+        return torch.stack(seen)
+
+    whole = run("whole", 0, 11)
+    joined = torch.cat([run("stopped", 0, stop_at), run("stopped", 99, 11)])
+    return (whole == joined).all(dim=(0, 1)).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_random_augmentations_go_on_where_they_were(alone: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    """But those of workers that outlive a pass, whose generators no checkpoint can have: the rows alone are right."""
+    drawn = "persistent_workers" not in options
+    assert alone.run(augmented, str(tmp_path), options, 6, timeout=120) == [[True, drawn, drawn, drawn]]
 
 
 def in_part(rank: int, world_size: int, folder: str, steps: int, until: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Generic
 import torch
 import torch.distributed as dist
 
+from trueshard.checkpoint.state import random_state, set_random_state
 from trueshard.errors import UserError
 from trueshard.train.data.batches import Batch, Collate, Item, Mixture, Sample, Samples, Stream, batched
 
@@ -250,7 +251,9 @@ class EndlessLoader:
                     stacklevel=2,
                 )
             return
-        here = torch.get_rng_state()
+        here = random_state()
+        if state["passes"] and getattr(self._loader, "persistent_workers", False):
+            iter(self._loader)  # only at its first pass such a loader draws the seed of its workers
         default, *others = state["begun"][rank]
         torch.set_rng_state(default.cpu())
         for generator, begun in zip(self._generators(), others, strict=True):
@@ -258,7 +261,7 @@ class EndlessLoader:
         self.passes, self.in_pass = int(state["passes"]), 0
         for _ in range(int(state["in_pass"])):
             next(self)
-        torch.set_rng_state(here)
+        set_random_state(*here)
 
     def _begin(self) -> Iterator[Any]:
         self._begun = self._random_states()
