@@ -47,7 +47,7 @@ def faults(route: str) -> dict[str, str]:
         "half": rf"sent \d+ bytes of its answer to {route}\S* and no end within 1 s; .*rollout\.timeout",
         "trickles": rf"sent \d+ bytes of its answer to {route}\S* and no end within 1 s; .*rollout\.timeout",
         "dies": rf"broke off its answer to {route}\S* \(RemoteProtocolError.*\); see the server's log",
-        "endless": rf"gave an answer of more than \d+ bytes to {route}",
+        "endless": rf"gave an unusable answer \(of more than \d+ bytes to {route}",
         "fails": rf"answered {route}\S* with HTTP 500 \(EngineCore \[31mencountered an issue\); see the server's log",
         "moved": rf"answered {route}\S* with HTTP 302",
         "no http": rf"broke off its answer to {route}\S* \(RemoteProtocolError.*no other program has its port",

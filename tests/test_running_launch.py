@@ -134,13 +134,13 @@ def test_port_of_another_program_is_told_with_a_remedy() -> None:
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with pytest.raises(UserError) as caught:
                 meet(address, rank, 0.3, holds=rank == 0)
-            assert lacking(caught.value, f"rank {rank}", port, "MASTER_PORT", "free port") == []
+            assert lacking(caught.value, f"rank {rank}", port, "MASTER_PORT", "a free one") == []
             assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "here", "MASTER_PORT": "x"}])
 def test_address_that_is_none_is_one_line(variables: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=naming("MASTER_ADDR", "MASTER_PORT", "torchrun")):
+    with pytest.raises(UserError, match=naming("MASTER_ADDR", "MASTER_PORT", "a free one")):
         meet(variables, 0, 1.0, holds=True)
 
 
@@ -157,7 +157,7 @@ def test_every_rank_of_a_run_tells_the_port_in_time(says: bytes | None, agent: b
     for rank, (code, _, err) in enumerate(ends):
         told = [line for line in err.splitlines() if line.startswith("trueshard:")]
         assert (code, len(told)) == (2, 1), err
-        assert lacking(told[0], f"rank {rank}", port, "MASTER_PORT", "free port") == []
+        assert lacking(told[0], f"rank {rank}", port, "MASTER_PORT", "a free one") == []
     assert not (folder / "run").exists()
     run(folder, "--nproc=2", "--set=train.steps=2")
 

@@ -411,7 +411,7 @@ def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Path(scratch, "config.json").write_bytes(described)
-        config = AutoConfig.from_pretrained(scratch)
+        config = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
         with torch.device("meta"), torch.no_grad():
             model: Any = kind(config)
             for i, name in enumerate(source.adapters):

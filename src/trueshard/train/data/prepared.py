@@ -40,6 +40,7 @@ from trueshard.train.data.formats import FORMATS, Format
 from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
+from trueshard.train.models.config import own_code
 
 BUFFER = 1024
 """Samples of a stream from which the next one is drawn."""
@@ -142,7 +143,8 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
     data, section, length = config.data, config.evaluation, _length(config)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
+    with own_code(config.model, place := folder / "tokenizer") as options:
+        tokenizer = AutoTokenizer.from_pretrained(str(place), **options)
     form = FORMATS[data.format](data, length, tokenizer, processor)
 
     def stored(place: Path, part: str) -> list[StoredSamples]:

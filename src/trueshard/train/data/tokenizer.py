@@ -14,7 +14,7 @@ from typing import Any
 
 from trueshard.errors import UserError, cut_line, explained
 from trueshard.train.data.sources import states
-from trueshard.train.models.config import ModelSection, TokenizerSection
+from trueshard.train.models.config import ModelSection, TokenizerSection, own_code
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
@@ -42,7 +42,8 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
         if path.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=_end_token(path))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            with own_code(model, path) as options:
+                tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
     if data_format != "text" and not tokenizer.is_fast:
@@ -64,8 +65,9 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
             "tokenizer.path to a directory with a processor instead"
         )
     remedy = "give a directory of a vision-language model"
-    with explained(f"{key}: no processor can be read from {path}", remedy, detail=cut_line):
-        processor = AutoProcessor.from_pretrained(str(path), local_files_only=True)
+    problem = f"{key}: no processor can be read from {path}"
+    with explained(problem, remedy, detail=cut_line), own_code(model, path) as options:
+        processor = AutoProcessor.from_pretrained(str(path), **options)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise UserError(f"{key}: {path} has no processor of images (preprocessor_config.json); {remedy}")
     return processor

@@ -32,7 +32,7 @@ from trueshard.sharding.engine import sharded
 from trueshard.text import nearest
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
-from trueshard.train.models.config import AdapterSection, ModelSection
+from trueshard.train.models.config import AdapterSection, ModelSection, own_code
 from trueshard.train.models.parameters import copy_module, copy_tensor, freeze, give_memory, resting_device, seeded
 from trueshard.train.models.quantized import Quantization, QuantizedLinear, quantise_layers
 
@@ -97,7 +97,8 @@ def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | No
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:
     """Return the model on the meta device, quantised, adapted and frozen as configured, in `model.dtype`."""
     with torch.device("meta"):
-        base = _auto(config).from_config(settings, dtype=getattr(torch, config.model.dtype))
+        trust = config.model.trust_remote_code
+        base = _auto(config).from_config(settings, dtype=getattr(torch, config.model.dtype), trust_remote_code=trust)
         return _changed(config, base, checking)
 
 
@@ -106,11 +107,12 @@ def with_values(config: Config, settings: Any) -> nn.Module:
     dtype, auto = getattr(torch, config.model.dtype), _auto(config)
     with seeded(config.train.seed, "", torch.device("cpu")):
         if config.model.path is None:
-            return _changed(config, auto.from_config(settings, dtype=dtype))
+            trust = config.model.trust_remote_code
+            return _changed(config, auto.from_config(settings, dtype=dtype, trust_remote_code=trust))
         path = config.model.place()
-        problem = f"model.path: the weights in {path} cannot be loaded"
-        with explained(problem, "check the files", (OSError, ValueError, RuntimeError)):
-            base = auto.from_pretrained(str(path), config=settings, dtype=dtype, local_files_only=True)
+        problem, kinds = f"model.path: the weights in {path} cannot be loaded", (OSError, ValueError, RuntimeError)
+        with explained(problem, "check the files", kinds), own_code(config.model, path) as options:
+            base = auto.from_pretrained(str(path), config=settings, dtype=dtype, **options)
         return _changed(config, base.train())
 
 
@@ -224,15 +226,23 @@ def _from_files(config: Config) -> Any:
     if not file.is_file():
         raise UserError(f"{key}: {path} is not a model directory: it has no config.json; give one that has")
     with explained(f"{key}: {file} is not a transformers configuration", 'it needs a "model_type"'):
-        model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    _check_known(config, model_type, f"{key}: {file}")
+        data = json.loads(file.read_text(encoding="utf-8"))
+        model_type = data["model_type"]
+    if not (section.trust_remote_code and _auto(config).__name__ in (data.get("auto_map") or {})):
+        with own_code(section, file.parent):
+            _check_known(config, model_type, f"{key}: {file}")
     if section.path and not any(file for pattern in WEIGHTS for file in path.glob(pattern)):
         raise UserError(
             f"model.path: {path} has no weights ({', '.join(WEIGHTS)}); to train from scratch use model.config instead"
         )
-    with explained(f"{key}: {file} is refused by transformers", "correct it"):
-        settings = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    settings._name_or_path = str(file.parent.absolute()) if section.path else ""  # PEFT records the base's place
+    place = file.parent if file.name == "config.json" else file
+    with (
+        explained(f"{key}: {file} is refused by transformers", "correct it"),
+        own_code(section, file.parent) as options,
+    ):
+        settings = AutoConfig.from_pretrained(str(place), **options)
+    is_named = section.path or section.trust_remote_code  # PEFT records the base's place, and own code is found by it
+    settings._name_or_path = str(file.parent.absolute()) if is_named else ""
     return settings
 
 

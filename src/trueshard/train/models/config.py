@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trueshard.errors import explained
+from trueshard.errors import UserError, explained, one_line
 from trueshard.train.section import Fraction, Section, Text, one_of
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -40,6 +43,23 @@ def fetch(name: str, revision: str | None) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def own_code(section: ModelSection, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield transformers' options for loading from ``folder``; raise `UserError` if that fails for want of trust."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # where it does not pass that on, transformers asks
+            yield {"trust_remote_code": section.trust_remote_code, "local_files_only": True}
+    except Exception as error:
+        files = sorted(folder.glob("*.json"), key=lambda file: file.name != "config.json")
+        file = next((file for file in files if b'"auto_map"' in file.read_bytes()), None)
+        if section.trust_remote_code or file is None:
+            raise
+        raise UserError(
+            f"{file} names code beside the model (auto_map), which runs only with model.trust_remote_code = true; "
+            f"without: {one_line(error, 300)}"
+        ) from error
+
+
 class ModelSection(Section):
     """The model: exactly one of `path`, `config` and `architecture`."""
 
@@ -54,6 +74,9 @@ class ModelSection(Section):
     """A transformers `model_type` such as "llama", trained from scratch with `fields`."""
     fields: dict[str, Any] = {}
     """Fields of the transformers configuration of `architecture`. The vocabulary size is the tokenizer's."""
+    trust_remote_code: bool = False
+    """Run Python code that lies beside the model, tokenizer or processor, as their `auto_map` says. It can do what you
+    can: read it first."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Storage dtype of the parameters. For compute in bfloat16 see `shard.mixed_precision`."""
     freeze: list[Text] = []

@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import httpx
 
-from trueshard.errors import UserError, one_line, with_kind
+from trueshard.errors import UserError, explained, one_line, with_kind
 from trueshard.train.rl.engine import key_of
 from trueshard.train.rl.samples import Answer, Request, Sampling
-from trueshard.train.rl.vllm_answers import Unusable, answer_of, entry, prompt_logprobs_of
+from trueshard.train.rl.vllm_answers import answer_of, entry, prompt_logprobs_of
 
 COMPLETIONS = "/v1/completions"
 _ROOM, _ROOM_OF_TOKEN = 4 * 2**20, 2**10
@@ -131,24 +131,18 @@ class Server:
         """Append the answer to ``data`` as it comes, and return the HTTP status."""
         asked = body or {}
         room = _ROOM + _ROOM_OF_TOKEN * (len(asked.get("prompt", ())) + asked.get("max_tokens", 0))
-        async with self._client.stream("GET" if body is None else "POST", self.url + path, json=body) as response:
-            async for part in response.aiter_raw():  # as it was sent: a few compressed bytes may become gigabytes
-                data += part
-                if len(data) > room:
-                    raise self._unusable(f"of more than {room} bytes to {path}")
-            return response.status_code
+        exchange = self._client.stream("GET" if body is None else "POST", self.url + path, json=body)
+        with self._checked():
+            async with exchange as response:
+                async for part in response.aiter_raw():  # as it was sent: compressed bytes may become gigabytes
+                    data += part
+                    if len(data) > room:
+                        raise ValueError(f"of more than {room} bytes to {path}")
+                return response.status_code
 
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        try:
-            yield
-        except Unusable as error:
-            raise self._unusable(str(error)) from None
-
-    def _unusable(self, how: str) -> UserError:
-        return UserError(
-            f"rollout.url: {self.url} gave an answer {how}; it must be vLLM 0.29 or newer, and healthy: see its log"
-        )
+    def _checked(self) -> contextlib.AbstractContextManager[None]:
+        problem = f"rollout.url: {self.url} gave an unusable answer"
+        return explained(problem, "it must be vLLM 0.29 or newer, and healthy: see its log", ValueError, detail=str)
 
 
 def _first_cause(error: BaseException) -> BaseException:

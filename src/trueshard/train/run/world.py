@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard.distributed import ensure_process_group, in_thread
-from trueshard.errors import UserError, cut_line, with_kind
+from trueshard.errors import UserError, with_kind
 from trueshard.machine import cpu_cores
 
 RUN_ID = "trueshard-"
@@ -116,24 +116,19 @@ def meet(environment: Mapping[str, str], rank: int, timeout: float, *, holds: bo
     Raises `UserError` within ``timeout`` seconds if another program has the port, or no rank does. A rank that connects
     to a program that says nothing would wait for ever (torch 2.13), so it does in a thread.
     """
-    try:
-        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"rank {rank}: MASTER_ADDR and MASTER_PORT do not say where ranks meet ({with_kind(error)}); set them to "
-            "the first node and a free port of it, or start through torchrun"
-        ) from None
+    where = " and ".join(f"{key}={environment.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
     limit = datetime.timedelta(seconds=timeout)
     try:
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = in_thread(lambda: dist.TCPStore(address, port, None, holds, limit, wait_for_workers=False))
         return store.result(timeout)
-    except (RuntimeError, TypeError, TimeoutError, concurrent.futures.TimeoutError) as error:
+    except (RuntimeError, TypeError, LookupError, ValueError, concurrent.futures.TimeoutError) as error:
         problem = (
             "cannot be opened" if holds else f"has not answered within {timeout:g} s (run.timeout) as rank 0 would"
         )
         raise UserError(
-            f"rank {rank}: port {port} of {address} (MASTER_PORT), where ranks meet, {problem} ({cut_line(error)}); "
-            "another program may have it: end that, or set MASTER_PORT to a free port, the same for all ranks"
+            f"rank {rank}: {where}, where ranks meet, {problem} ({with_kind(error)}); another program may have the "
+            "port: end that, or set MASTER_PORT to a free one, the same for all ranks"
         ) from None
 
 
