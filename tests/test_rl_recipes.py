@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -241,6 +242,29 @@ def test_a_loss_of_one_s_own_has_the_gradient_of_clip_at_a_ratio_of_one(ranks2: 
     for mine, theirs in zip(found["metrics"], wanted, strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         assert mine["reward"] == theirs["reward"]
+
+
+@pytest.mark.rest
+def test_the_guide_names_figures_and_keys_that_a_run_has(ranks2: Ranks, tmp_path: Path) -> None:
+    from trueshard.train.config import Config
+
+    page = (ROOT / "docs" / "how-to" / "reinforcement-learning.md").read_text(encoding="utf-8")
+    section = page.partition("## When the reward does not rise")[2].partition("\n## ")[0]
+    words = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?|reward_<part>)[` ]", section.partition("|---")[2])
+    figures, keys = ({word for word in words if ("." in word) == dotted} for dotted in (False, True))
+    assert len(figures) > 20
+    assert len(keys) > 15
+    more = ("train.steps=3", "rl.updates=2", "rl.kl=0.04", "evaluation.every=3")
+    logged: set[str] = {"reward_<part>"}
+    for place in ("loss", "reward"):
+        found = ranks2.run(inside, "grpo", str(tmp_path / place), (*TEXT, *more, f"rl.kl_in={place}"))[0]
+        logged |= {key for record in found["metrics"] for key in record}
+    assert figures <= logged, figures - logged
+    for key in keys:
+        table, _, name = key.partition(".")
+        field = Config.model_fields[table].annotation
+        sections = [each for each in (field, *get_args(field)) if hasattr(each, "model_fields")]
+        assert any(name in each.model_fields for each in sections), key
 
 
 OWN_ADVANTAGE = """

@@ -15,7 +15,6 @@ from resting import all_but
 from test_rl_reward import PAGE, Make, asked, failure
 from test_rl_reward import make as make
 from test_rl_rollouts import model_of, records, tokenizer
-from trueshard.errors import UserError
 from trueshard.train.rl.reward import CalledReward, Reward
 from trueshard.train.rl.reward_functions import form_of
 
@@ -156,9 +155,9 @@ def test_a_form_is_known_by_its_signature(parameters: str, name: str, form: str)
 
 
 WRONG = {
-    "no column": ("def f(completions, solution, **kwargs): return []", {}, ("takes solution", "answer, prompt")),
-    "a callback of TRL": ("def f(completions, trainer_state): ...", {}, ("takes trainer_state", "answer, prompt")),
-    "two columns": ("def f(completions, a, b): ...", {}, ("takes a, b",)),
+    "no column": ("def f(completions, solution, **kwargs): return []", {}, ("it takes solution", "answer, prompt")),
+    "a callback of TRL": ("def f(completions, trainer_state): ...", {}, ("it takes trainer_state", "answer, prompt")),
+    "two columns": ("def f(completions, a, b): ...", {}, ("it takes a, b",)),
     "another argument": (
         "def f(completions, answer): ...",
         {"arguments": {"scale": 1}},
@@ -195,7 +194,7 @@ def test_a_record_without_a_ground_truth_is_named(make: Make) -> None:
     rewards = make("def f(solution_str, ground_truth): return 1", "rewards.py:f")
     found = failure(lambda: rewards.check([({"prompt": "x", "solution": "2"}, "sort.jsonl, line 1")]))
     assert "for sort.jsonl, line 1 (prompt 0, sample 0 of step 0): the record has no reward_model.ground_truth" in found
-    assert "ground_truth or answer, but 'prompt', 'solution'" in found
+    assert "ground_truth or answer, but prompt, solution" in found
 
 
 # In a loop of one's own, and over ranks
@@ -243,7 +242,7 @@ def test_a_wrong_form_is_refused_in_a_loop_of_ones_own() -> None:
 
     with pytest.raises(ValueError, match=r"verl is called with .*'judge'"):
         CalledReward(verl)
-    with pytest.raises(UserError, match=r"trl takes solution, which is no key of the first records \(answer\)"):
+    with pytest.raises(ValueError, match=r"trl failed for .*: it takes solution, and records have answer; rename it"):
         CalledReward(trl).score(asked("a"))
     with pytest.raises(ValueError, match=r"none failed for .*: it returned None, not a finite number"):
         CalledReward(none).score(asked("a"))

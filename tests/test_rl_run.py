@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,12 @@ def test_a_run_writes_every_step_and_every_answer(undisturbed: Path) -> None:
     assert all(each["mismatch_max"] < 1e-4 for each in records[1:])
     found = answers(undisturbed)
     assert {step for step, _, _ in found} == {1, 3, 5, 7, 9, 11}
+    groups: dict[tuple[int, int], list[float]] = {}
+    for each in (each for each in found.values() if each["step"] == 1):
+        groups.setdefault((each["prompt"], each["group"]), []).append(each["reward"])
+    spreads = [statistics.pstdev(rewards) for rewards in groups.values()]
+    assert {len(rewards) for rewards in groups.values()} == {4}
+    assert first["reward_std_group"] == pytest.approx(statistics.fmean(spreads)) != pytest.approx(first["reward_std"])
     used = [each for each in found.values() if each["step"] == 5 and each["used"]]
     assert len(used) == 32
     assert all(len(each["tokens"]) == len(each["logprobs"]) == len(each["trained_logprobs"]) for each in used)

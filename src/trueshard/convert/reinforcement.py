@@ -202,16 +202,11 @@ def data(draft: Draft, key: str, value: Any) -> None:
 
 
 def reward(draft: Draft, key: str, value: Any) -> None:
-    """Read EasyR1's reward function, which `[reward]` calls as it is."""
-    place = text(value)
-    ours = place if ":" in place else f"{place}:main"
-    draft.put("reward.function", ours, key, "called as there: EasyR1's arguments are recognised")
-
-
-def own_reward(draft: Draft, key: str, value: Any) -> None:
-    """Read verl's reward function, which `[reward]` calls as it is."""
-    name = text(draft.get(f"{key.rpartition('.')[0]}.name", "compute_score"))
-    draft.put("reward.function", f"{text(value)}:{name}", key, "called as there: verl's arguments are recognised")
+    """Read a reward function: EasyR1's "file:name", or verl's file, which has its name under a key beside it."""
+    file, theirs = key.removesuffix(".path"), text(value)
+    name = "main" if file == key else text(draft.get(f"{file}.name", "compute_score"))
+    ours = theirs if ":" in theirs else f"{theirs}:{name}"
+    draft.put("reward.function", ours, key, "called as there: its arguments are recognised")
 
 
 def off_unless_enabled(draft: Draft, key: str, value: Any) -> None:

@@ -84,14 +84,10 @@ class PreferenceLoss:
         local = [pair for rewards in self._rewards for pair in rewards.tolist()]
         self._rewards = []
         pairs = [pair for part in on_every_rank(lambda: local) for pair in part]
-        values = {
-            "chosen": [chosen for chosen, _ in pairs],
-            "rejected": [rejected for _, rejected in pairs],
-            "margins": [chosen - rejected for chosen, rejected in pairs],
-            "accuracies": [float(chosen > rejected) for chosen, rejected in pairs],
-        }
+        keys = [f"rewards_{key}" for key in ("chosen", "rejected", "margins", "accuracies")]
+        values = zip(*((c, r, c - r, float(c > r)) for c, r in pairs), strict=True)
         # Sorted: a sum in an order that does not depend on the number of ranks.
-        return {f"rewards_{key}": sum(sorted(each)) / len(pairs) for key, each in values.items() if pairs}
+        return {key: sum(sorted(each)) / len(pairs) for key, each in zip(keys, values, strict=False)}
 
 
 @contextlib.contextmanager

@@ -100,17 +100,12 @@ class SamplesWriter(Callback):
 
 
 def line(
-    sample: Sample,
-    prompt_text: str,
-    pieces: Sequence[str],
-    trained_logprobs: Sequence[float] | None = None,
-    group: int = 0,  # among those of its prompt in the step
+    sample: Sample, prompt_text: str, pieces: Sequence[str], trained_logprobs: Sequence[float] | None = None
 ) -> Line:
     """Return an answer as `SamplesWriter.write` takes it; ``pieces`` and ``trained_logprobs`` have a value a token."""
     keys = ("step", "prompt", "sample", "text", "tokens", "own", "logprobs", "reward", "parts", "finished")
     result = {key: getattr(sample, key) for key in (*keys, "weights_version")}
     result |= {"prompt_text": prompt_text, "pieces": list(pieces), "advantage": sample.advantage, "used": sample.used}
-    result["group"] = group
     return result if trained_logprobs is None else result | {"trained_logprobs": list(trained_logprobs)}
 
 

@@ -33,6 +33,7 @@ from trueshard.errors import UserError
 from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.train.data.loader import Loader
+from trueshard.train.preference import PreferenceLoss
 from trueshard.train.trainer import Callback, Trainer, over_ranks
 
 Line = dict[str, Any]
@@ -73,7 +74,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class Measures(Callback):
-    """Adds tokens_per_second (of all ranks and a rank), mfu (0 to 1) and memory to the record of each step.
+    """Adds tokens_per_second (of all ranks and a rank), mfu (0 to 1), memory and rewards of preferences to each record.
 
     Memory is in bytes of the fullest rank: the peaks of torch's allocator since the last step or, on a CPU, the
     resident bytes. To be given first, so that other callbacks see it. Collective.
@@ -100,6 +101,8 @@ class Measures(Callback):
             record["mfu"] = rate * self._flops / (self._peak * trainer.ranks)
         if isinstance(trainer.loader, Loader):
             record |= trainer.loader.state_dict()
+        if isinstance(trainer.loss, PreferenceLoss):
+            record |= trainer.loss.measures()
         memory = _memory(trainer.device)
         largest = over_ranks([record["data_wait"], *memory.values()], trainer.device, dist.ReduceOp.MAX)
         record |= {"data_wait": largest[0]} | dict(zip(memory, map(int, largest[1:]), strict=True))

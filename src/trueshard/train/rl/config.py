@@ -60,11 +60,10 @@ class RLSection(Section):
             raise ValueError(f'rl.samples is 1, and rl.advantage = "{self.advantage}" compares answers; set 2 or more')
         if self.clip[0] > 1:
             raise ValueError(f"rl.clip: 1 - {self.clip[0]} is negative, and a ratio is not; use 0 to 1")
-        for key, value, words in (("loss", self.loss, [*LOSSES]), ("advantage", self.advantage, ADVANTAGES)):
-            if value not in words and ":" not in value:
-                known = ", ".join(map(repr, words))
-                near = nearest(value, words)
-                raise ValueError(f'rl.{key}: unknown {value!r}; use {known} or "file.py:function".{near}')
+        for key, words in (("loss", [*LOSSES]), ("advantage", ADVANTAGES)):
+            if (value := getattr(self, key)) not in words and ":" not in value:
+                known = f'{", ".join(map(repr, words))} or "file.py:function"'
+                raise ValueError(f"rl.{key}: unknown {value!r}; use {known}.{nearest(value, words)}")
         return self
 
     @property

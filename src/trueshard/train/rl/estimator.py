@@ -1,8 +1,7 @@
 """An advantage estimator of the user's own: "file.py:function" as the value of ``rl.advantage``.
 
-``function(rewards, lengths) -> advantages``, each [groups, samples]: rewards float64, lengths int64. Rank 0 calls it,
-and every rank takes its result: so it is the same everywhere, whatever the function draws or reads. What it may return
-is tried before a model is built, on groups as a run may have them, those of equal rewards among them.
+``function(rewards, lengths) -> advantages``, each [groups, samples]: rewards float64, lengths int64. Rank 0 calls it
+for all. It is tried before a model is built, on groups as a run may have them, those of equal rewards among them.
 """
 
 from __future__ import annotations
@@ -11,15 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trueshard.errors import UserError
-from trueshard.train.rl.config import RLSection
-from trueshard.train.rl.policy_losses import ADVANTAGES, Values
+from trueshard.train.rl.policy_losses import Values
 from trueshard.train.rl.ranks import on_first_rank
 from trueshard.train.rl.reward_functions import Wrong, explained, find
-
-
-def own_estimator(rl: RLSection) -> OwnEstimator | None:
-    """Return the estimator that ``rl.advantage`` names, None for a word of the table. Raises `UserError`."""
-    return None if rl.advantage in ADVANTAGES else OwnEstimator(rl.advantage, rl.samples)
 
 
 class OwnEstimator:
@@ -35,11 +28,7 @@ class OwnEstimator:
         for rewards in (spread, spread[:1], np.ones((2, samples)), np.zeros((1, samples))):
             self._estimate(rewards, np.arange(1, rewards.size + 1).reshape(rewards.shape))
 
-    def __call__(
-        self,
-        rewards: Values,  # [groups, samples]
-        lengths: npt.NDArray[np.int64],  # [groups, samples]: tokens of each answer
-    ) -> Values:
+    def __call__(self, rewards: Values, lengths: npt.NDArray[np.int64]) -> Values:
         """Return advantages, [groups, samples], the same on every rank. Collective; raises `UserError`."""
         return on_first_rank(lambda: self._estimate(rewards, lengths))
 

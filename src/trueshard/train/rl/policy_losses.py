@@ -123,8 +123,7 @@ LOSSES = {
 """``rl.loss`` → loss. The configuration, its documents and errors, and the tests take the words from here."""
 
 
-ADVANTAGES = ("group", "centred", "leave_one_out", "batch", "greedy")
-"""Words of ``rl.advantage``; a function of the user's own is in ``estimator``."""
+ADVANTAGES = ("group", "centred", "leave_one_out", "batch", "greedy")  # words of ``rl.advantage``
 
 
 def advantages(

@@ -99,8 +99,6 @@ class Rewards:
                 takes longer than its limit; of an episode, it does not yield messages first.
         """
         is_episode = self.turns
-        for function, columns in zip(self._functions, self._processes.columns, strict=True):
-            _check_columns(function, columns, [record for record, _ in records[:CHECKED]])
         asked = [
             (Sample(0, number, 0, []), Prompt(number, [], *record)) for number, record in enumerate(records[:CHECKED])
         ]
@@ -254,14 +252,12 @@ class CalledReward:
         """Return the reward of each sample. Raises `ValueError` for what is no reward, and what the function raises."""
         result = []
         size = max(1, len(asked)) if self.whole else 1
-        if self._is_new:
-            self._is_new = False
-            _check_columns(self._name, self._function.columns, [prompt.record for _, prompt in asked])
         for at in range(0, len(asked), size):
             inputs = asked[at : at + size]
             try:
                 records = [dict(prompt.record) for _, prompt in inputs]
-                value = self._function.on(records, [sample for sample, _ in inputs])
+                value = self._function.on(records, [sample for sample, _ in inputs], is_trial=self._is_new)
+                self._is_new = False
                 rewards = rewards_of(value, self._function, len(inputs))
                 if any(math.isnan(reward) for reward, _ in rewards):
                     raise Wrong("it returned None, not a finite number")
@@ -272,17 +268,6 @@ class CalledReward:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _check_columns(function: str, columns: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `UserError` if a function takes a key that none of ``records`` has."""
-    keys = {key for record in records for key in record}
-    missing = [column for column in columns if column not in keys]
-    if missing and records:
-        raise UserError(
-            f"reward.function: {function} takes {', '.join(missing)}, which is no key of the first records "
-            f"({', '.join(sorted(keys))}), and nothing else that TRL's form is given; rename it, or give it a default"
-        )
 
 
 def _key(name: Name) -> str:

@@ -75,11 +75,11 @@ class Function:
     folder: Path | None
     """Folder of its file; None if it is built in."""
 
-    def on(self, records: list[dict[str, Any]], samples: list[Sample]) -> Any:
-        """Call it with samples, one unless its form takes a list, and return what it returns."""
+    def on(self, records: list[dict[str, Any]], samples: list[Sample], *, is_trial: bool = False) -> Any:
+        """Call it with samples, one unless its form takes a list; ``is_trial``: a key that no record has is `Wrong`."""
         completions = [sample.text for sample in samples]
         if self.form in _NAMED:
-            return self.call(**self._named(records, samples))
+            return self.call(**self._named(records, samples, is_trial))
         if self.form == "list":
             return self.call(completions, records, samples, **self.arguments)
         if self.form == "one":
@@ -87,16 +87,15 @@ class Function:
         inputs = [_easy_input(record, sample) for record, sample in zip(records, samples, strict=True)]
         return self.call(inputs if self.form == "batch" else inputs[0], **self.arguments)
 
-    @property
-    def columns(self) -> list[str]:
-        """Keys of records without which it cannot be called, in TRL's form."""
-        return _columns(self.call, self.arguments) if self.form == "trl" else []
-
-    def _named(self, records: list[dict[str, Any]], samples: list[Sample]) -> dict[str, Any]:
+    def _named(self, records: list[dict[str, Any]], samples: list[Sample], is_trial: bool) -> dict[str, Any]:
         """Return the keyword arguments of a call of a form that is called by name."""
         given: dict[str, Any]
         if self.form == "trl":
-            keys = {*self.columns, *(key for record in records for key in record)} - {"prompt", "completion"}
+            keys, columns = {key for record in records for key in record}, _columns(self.call, self.arguments)
+            if is_trial and (missing := [column for column in columns if column not in keys]):
+                known = ", ".join(sorted(keys))
+                raise Wrong(f"it takes {', '.join(missing)}, and records have {known}; rename it, or give it a default")
+            keys = {*columns, *keys} - {"prompt", "completion"}
             given = {key: [record.get(key) for record in records] for key in sorted(keys)}
             given["prompts"] = prompts = [record.get("prompt") for record in records]
             given["completions"] = [
@@ -131,12 +130,12 @@ def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
 def _verl_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
     """Return what verl's functions take: its record's keys, or ours. Raises `Wrong` without a ground truth."""
     model = record.get("reward_model")
-    for place in (model if isinstance(model, Mapping) else {}, record):
-        if (key := next((key for key in ("ground_truth", "answer") if key in place), None)) is not None:
-            values = record.get("data_source"), sample.text, place[key], record.get("extra_info") or {}
-            return dict(zip(_VERL, values, strict=True))
-    keys = ", ".join(map(repr, record))
-    raise Wrong(f"the record has no reward_model.ground_truth, ground_truth or answer, but {keys}")
+    places = model if isinstance(model, Mapping) else {}, record
+    truths = [place[key] for place in places for key in ("ground_truth", "answer") if key in place]
+    if not truths:
+        raise Wrong(f"the record has no reward_model.ground_truth, ground_truth or answer, but {', '.join(record)}")
+    more = record.get("extra_info") or {}
+    return dict(zip(_VERL, (record.get("data_source"), sample.text, truths[0], more), strict=True))
 
 
 # Finding one
@@ -259,9 +258,8 @@ def check_signature(call: Callable[..., Any], form: Form, arguments: dict[str, A
         signature = inspect.signature(call)
     except (TypeError, ValueError):
         return
-    positional, named = _POSITIONAL.get(form, ()), dict.fromkeys(_NAMED.get(form, ()))
-    if form == "trl":
-        named |= dict.fromkeys(_columns(call, arguments))
+    columns = _columns(call, arguments) if form == "trl" else []
+    positional, named = _POSITIONAL.get(form, ()), dict.fromkeys([*_NAMED.get(form, ()), *columns])
     try:
         signature.bind(*positional, **_taken(call, named) | arguments)
     except TypeError as error:
@@ -292,18 +290,15 @@ def rewards_of(value: Any, function: Function, samples: int) -> list[tuple[float
 
 
 def reward_of(value: Any, function: Function) -> tuple[float, dict[str, float]]:
-    """Return (reward, parts) of one sample from what a function returned for it. Raises `Wrong`.
-
-    The reward is NaN if a function of TRL's form returned None: it has none for this sample. verl's functions return
-    texts too, such as the answer that they found; these are no parts.
-    """
-    if value is None and function.form == "trl":
+    """Return (reward, parts) of one sample from what a function returned for it. Raises `Wrong`."""
+    if value is None and function.form == "trl":  # it has none for this sample
         return math.nan, {}
     if not isinstance(value, Mapping):
         return _number("it returned", value), {}
     key = _TOTAL.get(function.form, "reward")
     if key not in value:
         raise Wrong(f'it returned a dict without "{key}", but with {", ".join(map(repr, value)) or "nothing"}')
+    # verl's functions return texts, too, such as the answer that they found.
     left_out = (type(None), str, list) if function.form in ("verl", "verl_batch") else type(None)
     others = {str(name): part for name, part in value.items() if name != key and not isinstance(part, left_out)}
     parts = {name: _number(f'in its dict "{name}" is', part) for name, part in others.items()}

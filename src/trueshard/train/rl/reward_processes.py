@@ -8,8 +8,7 @@
 - Processes end at ``close``, with this process, and, if this process is killed, when their connection closes.
 
 Messages are JSON; a record may hold anything, and pickle would import for it what a reward has no need of, torch too.
-The first message to a process is [functions, arguments], answered by ``{"forms", "columns"}``, of each function.
-Requests, and their answers:
+The first message to a process is [functions, arguments], answered by ``{"forms"}``. Requests, and their answers:
 
 - ``{"function", "inputs": [[record, sample], …]}``: call a function; ``{"rewards": [[reward, parts], …]}``;
 - ``{"episode", "record", "answers"}``: take an episode to its next turn; ``{"messages"}``, or ``{"rewards"}`` of one.
@@ -70,11 +69,6 @@ class Processes:
             first.start()
         return first.forms
 
-    @property
-    def columns(self) -> list[list[str]]:
-        """Keys of records that each function needs by name; after ``load``."""
-        return self._processes[0].columns
-
     def run(self, requests: Sequence[Message], places: Sequence[int] | None = None) -> list[Message | None]:
         """Return the answers to requests, up to the first that failed; later ones may be None.
 
@@ -126,7 +120,6 @@ class _Process:
         """Episodes that this process has begun, and so need no time to be played again."""
         self.forms: list[str] = []
         """Form of each function, once they have been loaded."""
-        self.columns: list[list[str]] = []
 
     def start(self) -> None:
         """Start the process, unless it runs. Raises `UserError` if a function cannot be loaded."""
@@ -154,7 +147,7 @@ class _Process:
             self.kill()
             raise
         if "forms" in answer:
-            self.forms, self.columns = answer["forms"], answer["columns"]
+            self.forms = answer["forms"]
             return
         names = ", ".join(self._functions)
         if "slow" in answer:
@@ -256,8 +249,7 @@ def serve(descriptor: int) -> None:
         except Wrong as error:
             reply({"error": str(error)})
             return
-        forms, columns = zip(*((function.form, function.columns) for function in worker.functions), strict=True)
-        reply({"forms": forms, "columns": columns})
+        reply({"forms": [function.form for function in worker.functions]})
         while True:
             request = json.loads(connection.recv_bytes())
             # The caller ends what is slow. This is for the case that it has gone, and a function never lets go of
@@ -293,7 +285,7 @@ class _Worker:
         samples = [Sample(**fields) for _, fields in inputs]
         _seed(number, *samples[0].name)
         with explained(function.folder):
-            value = function.on(records, samples)
+            value = function.on(records, samples, is_trial=not samples[0].tokens)  # an answer has a token or more
         return rewards_of(value, function, len(samples))
 
     def _turn(self, name: str, record: dict[str, Any], answers: list[str]) -> Message:

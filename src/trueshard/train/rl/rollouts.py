@@ -34,9 +34,9 @@ from trueshard.train.data.tokenizer import pad_token
 from trueshard.train.preference import without_adapter
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.rl.engine import choose_engine
-from trueshard.train.rl.estimator import own_estimator
+from trueshard.train.rl.estimator import OwnEstimator
 from trueshard.train.rl.policy import PolicyLoss, estimates, padding_is_seen, policy_loss
-from trueshard.train.rl.policy_losses import advantages, is_equal, too_long
+from trueshard.train.rl.policy_losses import ADVANTAGES, advantages, is_equal, too_long
 from trueshard.train.rl.ranks import on_every_rank, rank_and_ranks
 from trueshard.train.rl.reward import CalledReward, Rewards
 from trueshard.train.rl.sampler import Pending, PromptEncoder, Prompts, Sampler, means
@@ -149,7 +149,8 @@ class Rollouts:
             )
         self.model, self.reference = model, reference
         self.loss = policy_loss(self.rl, self.rollout) if loss is None else loss
-        self._own_estimator = own_estimator(self.rl)
+        own = self.rl.advantage not in ADVANTAGES
+        self._own_estimator = OwnEstimator(self.rl.advantage, self.rl.samples) if own else None
         encoder = PromptEncoder(tokenizer, processor)
         self.loss.never = encoder.never
         self._pad = pad_token(tokenizer)
@@ -329,8 +330,7 @@ class Rollouts:
         lengths = np.array([sum(sample.own) for sample in used]).reshape(shape)
         baselines = self._baselines(used, rollout) if self.rl.advantage == "greedy" else None
         estimate = self._own_estimator or functools.partial(advantages, self.rl.advantage, baselines=baselines)
-        values = estimate(rewards.reshape(shape), lengths)
-        for sample, advantage in zip(used, values.ravel().tolist(), strict=True):
+        for sample, advantage in zip(used, estimate(rewards.reshape(shape), lengths).ravel().tolist(), strict=True):
             sample.advantage = advantage
 
     def _baselines(self, used: list[Sample], rollout: Rollout) -> npt.NDArray[np.float64]:
@@ -400,9 +400,10 @@ class Rollouts:
     # What is measured, and kept
 
     def _measured(self, rollout: Rollout) -> dict[str, float]:
-        samples = rollout.samples
+        samples, rewards = rollout.samples, np.array([sample.reward for sample in rollout.samples])
         result = means(samples) | {
-            "reward_std": float(np.std([sample.reward for sample in samples])),
+            "reward_std": float(rewards.std()),
+            "reward_std_group": float(rewards.reshape(-1, self.rl.samples).std(1).mean()),
             "samples_equal": rollout.equal,
             "refilled": rollout.refilled,
             "prompts": self.consumed,

@@ -19,8 +19,9 @@ from trueshard.train.metrics.answers import SamplesWriter, line
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
-from trueshard.train.rl.estimator import own_estimator
+from trueshard.train.rl.estimator import OwnEstimator
 from trueshard.train.rl.policy import policy_loss
+from trueshard.train.rl.policy_losses import ADVANTAGES
 from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
@@ -33,7 +34,8 @@ def check_parts(config: Config, data: Prepared) -> None:
     assert config.rl is not None
     assert config.reward is not None
     policy_loss(config.rl, config.rollout)
-    own_estimator(config.rl)
+    if config.rl.advantage not in ADVANTAGES:
+        OwnEstimator(config.rl.advantage, config.rl.samples)
     if config.rollout.continuous:
         import_continuous()
     rewards = Rewards(config.reward)
@@ -158,6 +160,6 @@ def lines(rollouts: Rollouts, trained: Mapping[int, list[float]]) -> list[dict[s
     for sample in rollouts.current.samples:
         pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
         trained_logprobs = sample.old_logprobs or of_last.get(id(sample))
-        group = sample.sample // rollouts.rl.samples
-        result.append(line(sample, prompt_text(*sample.asked), pieces, trained_logprobs, group))
+        of_sample = line(sample, prompt_text(*sample.asked), pieces, trained_logprobs)
+        result.append(of_sample | {"group": sample.sample // rollouts.rl.samples})
     return result

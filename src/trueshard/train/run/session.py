@@ -194,8 +194,6 @@ def build_trainer(
     loss: Loss
     if config.rl is None:
         loss = choose_loss(config, settings, model)
-        if isinstance(loss, PreferenceLoss):
-            callbacks.insert(0, Preferences(loss))
         loader, evaluation = _loaders(config, data, model, device)
     else:
         from trueshard.train.rl import run
@@ -342,16 +340,6 @@ def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Cal
         terminal.Display(config.train.log_every),
         Tracking(trackers(config.log.to), plain, folder, config.log.project),
     ]
-
-
-class Preferences(Callback):
-    """Add what the loss of preferences measures to the record of each step."""
-
-    def __init__(self, loss: PreferenceLoss) -> None:
-        self._loss = loss
-
-    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        record |= self._loss.measures()
 
 
 class StateHashes(Callback):
