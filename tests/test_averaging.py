@@ -19,7 +19,7 @@ from torch.optim.swa_utils import (
 )
 
 import trueshard
-from cases import as_on_one_device
+from cases import as_on_one_device, on_ranks
 from gathering import whole
 from handmade_training import batch, prepared, take_steps
 from models.handmade import WIDTH, Block, Scalar
@@ -100,6 +100,55 @@ def test_an_averaged_copy_is_that_of_the_unsharded_model(rank: int, world_size: 
     model.eval()
     report["model's output"] = model(batch(9, 0, 1)).detach()
     return report
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("too", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@as_on_one_device(2, atol=1e-5)
+def test_a_copy_made_before_sharding_is_averaged_as_on_one_process(
+    rank: int, world_size: int, way: str, too: bool
+) -> Report:
+    """It is whole on every rank, or sharded as well; two steps, an update of the copy after each."""
+    torch.manual_seed(0)
+    model = Everything()
+    if way == "ema of a model of floats, with buffers":
+        model.calls = model.calls.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    copy = AveragedModel(model, **WAYS[way]())
+    shard_over(world_size, model, optimizer)
+    if too:
+        shard_over(world_size, copy)
+    for seed in range(3):
+        take_steps(model, optimizer, rank, world_size, [seed])
+        copy.update_parameters(model)
+    assert any(isinstance(p, DTensor) for p in copy.parameters()) is (too and world_size > 1)
+    report = {"copy": whole(dict(copy.state_dict())), "model": whole(dict(model.state_dict()))}
+    copy.eval()
+    with torch.no_grad():
+        report["output"] = copy(batch(9, 0, 1))
+    model.load_state_dict(copy.module.state_dict())
+    return report | {"loaded": whole(dict(model.named_parameters()))}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@on_ranks(2)
+def test_an_average_is_gathered_or_its_model_is_named(rank: int, world_size: int, before: bool) -> None:
+    model, optimizer = prepared(1, Everything)
+    copy = AveragedModel(model) if before else None
+    trueshard.shard(model, optimizer)
+    if copy is None:
+        copy = AveragedModel(model)
+    else:
+        trueshard.shard(copy)
+    take_steps(model, optimizer, rank, world_size, [0])
+    copy.update_parameters(model)
+    here, other, named = (copy, copy.module, "AveragedModel") if before else (copy.module, copy, "'module'")
+    with trueshard.gathered(here) as full, torch.no_grad():
+        assert not any(isinstance(p, DTensor) for p in full.parameters())
+        torch.testing.assert_close(full(batch(9, 0, 1)), copy.eval()(batch(9, 0, 1)))
+    with pytest.raises(ValueError, match=f"not sharded.*{named}.* is: give that"), trueshard.gathered(other):
+        pass
 
 
 def held(model: nn.Module) -> int:

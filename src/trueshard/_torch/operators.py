@@ -107,15 +107,17 @@ def average_mixed_lists(ours: Ours) -> Undo:
     """Let torch's averaging functions (EMA, SWA) take lists in which plain tensors stand beside DTensors.
 
     ``AveragedModel(use_buffers=True)`` puts parameters and buffers into one list, which DTensor refuses. Its public
-    switch for that, ``implicit_replication``, would have to be on around the user's own call.
+    switch for that, ``implicit_replication``, would have to be on around the user's own call. A copy that was made
+    before ``shard()`` is whole: what it is averaged with is gathered.
     """
     operators = (_aten._foreach_lerp_.Scalar, _aten._foreach_sub.List, _aten._foreach_addcdiv_.Scalar)
     return handle(operators, _by_kind, ours)
 
 
 def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-    """Run a list operator on the DTensors of its lists, and on the plain tensors, each by themselves."""
+    """Run a list operator on the DTensors of its first list, and on the plain tensors, each by themselves."""
     first = args[0]
+    args = tuple([list(map(_placed, arg, first)) if isinstance(arg, (list, tuple)) else arg for arg in args])
     kinds = [isinstance(tensor, DTensor) for tensor in first]
     results: dict[int, torch.Tensor] = {}
     for kind in set(kinds):
@@ -123,6 +125,15 @@ def _by_kind(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         some = [[arg[i] for i in places] if isinstance(arg, (list, tuple)) else arg for arg in args]
         results.update(zip(places, without_handler(operator, some, kwargs) or (), strict=False))
     return [results[i] for i in range(len(first))] if results else None
+
+
+def _placed(value: Any, target: torch.Tensor) -> Any:
+    """Return a tensor whole where ``target`` is a plain tensor, and cut like it where it is a DTensor of its shape."""
+    if isinstance(value, DTensor):
+        return value if isinstance(target, DTensor) else gathered(value)
+    if isinstance(value, torch.Tensor) and isinstance(target, DTensor) and value.shape == target.shape:
+        return cut_like(value, target)
+    return value
 
 
 def clip_over_meshes(ours: Ours) -> Undo:

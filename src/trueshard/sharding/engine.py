@@ -193,7 +193,11 @@ def sharded(model: nn.Module) -> Runtime:
     """Return the runtime of a sharded model; raise ValueError if ``shard()`` was not called on it."""
     runtime = runtime_of(names.unwrap(model))
     if runtime is None:
-        raise ValueError(f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first")
+        inside = next((name for name, module in names.named_modules(model) if runtime_of(module)), "")
+        around = [_torch.own_class(it.root).__name__ for it in registry.models() if model in set(it.root.modules())]
+        remedy = f"its {inside!r} is: give that" if inside else "call trueshard.shard(model, ...) first"
+        remedy = f"the {around[0]} that holds it is: give that" if around else remedy
+        raise ValueError(f"this {type(model).__name__} is not sharded; {remedy}")
     return runtime
 
 
