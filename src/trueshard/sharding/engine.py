@@ -195,9 +195,10 @@ def sharded(model: nn.Module) -> Runtime:
     if runtime is None:
         inside = next((name for name, module in names.named_modules(model) if runtime_of(module)), "")
         around = [_torch.own_class(it.root).__name__ for it in registry.models() if model in set(it.root.modules())]
-        remedy = f"its {inside!r} is: give that" if inside else "call trueshard.shard(model, ...) first"
-        remedy = f"the {around[0]} that holds it is: give that" if around else remedy
-        raise ValueError(f"this {type(model).__name__} is not sharded; {remedy}")
+        message = f"this {type(model).__name__} is not sharded; call trueshard.shard(model, ...) first"
+        if other := f"its {inside!r}" if inside else f"the {around[0]} that holds it" if around else "":
+            message = f"this {type(model).__name__} is not sharded, {other} is: give that"
+        raise ValueError(message)
     return runtime
 
 
