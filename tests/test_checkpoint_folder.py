@@ -102,7 +102,7 @@ def score(folder: Path) -> float | None:
 MODES = [(wait, mode) for wait in (True, False) for mode in ("min", "max")]
 
 
-@pytest.mark.parametrize(("wait", "mode"), all_but([(False, "max")], MODES))
+@pytest.mark.parametrize(("wait", "mode"), all_but([(False, "max")], MODES, unpack=True))
 def test_best_is_a_link_to_the_best(tmp_path: Path, wait: bool, mode: str) -> None:
     """As soon as a better one is there, also in the background, and whatever is deleted."""
     checkpoints = trueshard.Checkpoints(tmp_path, keep_last=1, keep_best=1, mode=mode)

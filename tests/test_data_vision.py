@@ -16,7 +16,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import corpora
-from messages import naming
+from messages import lacking, naming
 from trueshard.errors import UserError
 from trueshard.train.config import Config, DataSection
 from trueshard.train.data.batches import IGNORED
@@ -311,3 +311,22 @@ def test_directory_without_a_processor_is_named(tmp_path: Path, processor: Path)
     shutil.copytree(processor, plain, ignore=shutil.ignore_patterns("processor_config.json"))
     with pytest.raises(UserError, match=naming("tokenizer.path", "plain")):
         corpora.made(vision(tmp_path, plain, [{"messages": asked(), "images": ["pictures/1.png"]}]))
+
+
+def test_a_weight_and_a_mask_without_the_end_count_here_too(
+    tmp_path: Path, processor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path)
+    messages = [*asked(answer="Black."), *asked("Sure?", "Yes.")]
+    messages[1]["weight"] = 0
+    config = vision(tmp_path, processor, [{"messages": messages, "images": ["pictures/0.png"]}])
+    data = corpora.made(config)
+    assert corpora.learnt(data, next(Loader(data.train, data.collate, batch_size=1))["targets"][0]) == "Yes.<|im_end|>"
+    assert capsys.readouterr().out.count("\n") == 1
+    template = CHATML.replace("content + '<|im_end|>' }}{%- endgen", "content }}{%- endgen").replace(
+        "{%- else %}\n{{- content", "{{- '<|im_end|>' }}{%- else %}\n{{- content"
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    section = config.tokenizer.model_copy(update={"chat_template": str(tmp_path / "template.jinja")})
+    corpora.made(config.model_copy(update={"tokenizer": section}))
+    assert lacking(capsys.readouterr().out, "seen.jsonl, line 1", "<|im_end|>", "no target") == []

@@ -234,8 +234,7 @@ class Saving:
         self.what = what
         self.failure: BaseException | None = None
         """Not raised yet: ``wait`` raises it once."""
-        self.after: Callable[[], None] = lambda: None
-        """Called in the background once the checkpoint is there."""
+        self.after: Callable[[], None] = lambda: None  # called in the background once the checkpoint is there
         # No daemon: a script that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"trueshard: {what}")
         self._thread.start()

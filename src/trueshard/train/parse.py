@@ -81,10 +81,11 @@ def set_key(tree: dict[str, Any], text: str) -> None:
     """Set "section.key=value" in a tree of tables; without a value, remove the key. Raises `UserError` of one line."""
     key, equals, value = text.partition("=")
     *tables, last = parts = [part.strip() for part in key.split(".")]
-    removes = not value.strip()
+    removes, name = not value.strip(), ".".join(parts)
     if not equals or not all(parts) or not (tables or removes):
         raise UserError(f"--set {text}: wanted section.key=value, such as train.steps=100, or section.key= to unset it")
-    if removes and not _is_known(name := ".".join(parts)):
+    tops = (known for known, field in fields().items() if known == name or not section_of(field.annotation))
+    if removes and not any(f"{name}.".startswith(f"{top}.") for top in tops):  # "model.fields.x" is known by its top
         raise UserError(f"--set {text}: unknown key {name}; {_nearest(name)}")
     table = tree
     for depth, part in enumerate(tables, start=1):
@@ -147,12 +148,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
         return annotation
     sections = map(section_of, typing.get_args(annotation))
     return next((section for section in sections if section), None)
-
-
-def _is_known(key: str) -> bool:
-    """True for a key of the configuration, and for one inside a plain table such as `model.fields`."""
-    known = fields()
-    return key in known or any(key.startswith(f"{name}.") and not section_of(known[name].annotation) for name in known)
 
 
 def _nearest(key: str) -> str:

@@ -49,7 +49,6 @@ Layout = Literal["joined", "packed", "single", "kept"]
 share a sequence. single: a sample is one record, padded in a batch. kept: one record, as JSON that becomes tokens with
 its batch."""
 Part = str | list[chat.Message]
-Columns = tuple[tuple[str, ...], ...]
 
 RECORDS_AT_ONCE = 256
 """Records that are tokenised together: a fast tokenizer spreads one call over threads."""
@@ -61,7 +60,7 @@ class Format:
 
     noun: ClassVar[str]  # name of such data, in messages
     rows: ClassVar[int] = 1  # rows of a batch that a record becomes
-    columns: ClassVar[Columns] = ()  # sets of keys, each of which shows a record to be of this format
+    columns: ClassVar[Sequence[tuple[str, ...]]] = ()  # keys, each set of which shows a record to be of this format
     conversational: bool = False  # for some formats from their first record on: their texts are messages
     layout: Layout = "single"
 
@@ -148,7 +147,7 @@ class TextFormat(Format):
 
 class ChatFormat(Format):
     noun = "conversations"
-    columns: ClassVar[Columns] = (("messages",), ("conversations",))
+    columns: ClassVar[Sequence[tuple[str, ...]]] = (("messages",), ("conversations",))
     conversational = True
     layout = "packed"
 

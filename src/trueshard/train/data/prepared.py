@@ -119,9 +119,8 @@ def _make(
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
     form = FORMATS[data.format](data, _length(config), tokenizer, processor)
-    if data.streaming:
-        for source in sources:
-            next(form.documents(source, folder), None)  # for its notes
+    for source in sources if data.streaming else ():
+        next(form.documents(source, folder), None)  # for its notes
     if held_out:
         place = folder / "evaluation"
         place.mkdir()
