@@ -24,7 +24,7 @@ def _token(value: Any) -> Forged:
         content["choices"][0]["token_ids"][1] = value
         return content
 
-    return Forged(damage, "whose token 1 is .*, and ids are integers from 0 to (279|13)\\)")
+    return Forged(damage, "whose token 1 is .*, no integer from 0 to (279|13)\\)")
 
 
 def _logprob(value: Any) -> Forged:
@@ -96,7 +96,7 @@ FORGED = {
     "broken off": _choice(r"that was broken off \(finish_reason 'abort'\)", finish_reason="abort"),
     "no reason": _choice(r"that was broken off \(finish_reason None\)", finish_reason=None),
     "a reason that is a table": _choice(r"that was broken off \(finish_reason \{\}\)", finish_reason={}),
-    "cut": Forged(_cut, "cut an answer after 2 of 6 tokens; .*--max-model-len"),
+    "cut": Forged(_cut, "cut after 2 of 6 tokens: --max-model-len"),
     "another prompt": _choice("to another prompt than was sent", prompt_token_ids=[1, 2]),
     "prompt is text": _choice("to another prompt than was sent", prompt_token_ids="no"),
     "another count of the prompt": _counted("prompt_tokens", 4),

@@ -75,7 +75,7 @@ def test_log_probabilities_and_ends(url: str, tmp_path: Path) -> None:
     for answer in engine.generate(requests(3, most=40), Sampling()):
         assert answer.finished
         assert [token < 140 for token in answer.ids] == [False] * (len(answer.ids) - 1) + [True]
-    with pytest.raises(UserError, match=r"cut an answer after \d+ of \d+ tokens; start it with a --max-model-len"):
+    with pytest.raises(UserError, match=r"cut after \d+ of \d+ tokens: --max-model-len"):
         engine.generate([Request((1, 0, 0), [200] * 63, most=9), Request((1, 0, 1), [201] * 63, most=9)], Sampling())
 
 

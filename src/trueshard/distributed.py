@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trueshard import _torch
 from trueshard.axes import AXES, DATA, FOLDED, MESH, SHARED, ranks_along, sizes_of
 
-Result = TypeVar("Result")
 SIMULATED = "simulated_"
 """Beginning of the names of a simulated mesh's dimensions, whose end is the name of an axis."""
 _OTHER_AXES = {"tp", "cp", "sp", "ep", "pp", "tensor", "context", "sequence", "expert", "experts", "pipeline", "stage"}
@@ -58,9 +57,9 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
     atexit.register(_close)
 
 
-def in_thread(work: Callable[[], Result]) -> Future[Result]:
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
     """Begin ``work`` in a thread that does not keep the process from ending, and return its result to come."""
-    future: Future[Result] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:

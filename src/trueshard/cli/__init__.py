@@ -17,11 +17,9 @@ from trueshard.errors import UserError, extra_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (default: those of the process); returns the exit code."""
-    if arguments is None:
-        arguments = sys.argv[1:]
-        if "PYTHONBREAKPOINT" not in os.environ:  # no library asks the terminal or a pipe, here or in what is started
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    arguments = list(arguments)
+    if arguments is None and "PYTHONBREAKPOINT" not in os.environ:  # no library asks, here or in what is started
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from trueshard.cli.commands import TRACEBACK, run
 

@@ -34,7 +34,7 @@ def fetch(name: str, revision: str | None) -> Path:
 
     from trueshard.checkpoint.exporting import COMPANIONS
 
-    patterns = [f"*{suffix}" for suffix in (".safetensors", *COMPANIONS)]
+    patterns = [f"*{suffix}" for suffix in (".safetensors", ".py", *COMPANIONS)]
     remedy = f"correct it, or run `hf download {name}` where there is a network, and copy its cache (HF_HOME)"
     with explained(f"model.path: {name!r} does not exist here, and is not to be had from the hub", remedy):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
@@ -50,7 +50,7 @@ def own_code(section: ModelSection, folder: Path) -> Iterator[dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()):  # where it does not pass that on, transformers asks
             yield {"trust_remote_code": section.trust_remote_code, "local_files_only": True}
     except Exception as error:
-        files = sorted(folder.glob("*.json"), key=lambda file: file.name != "config.json")
+        files = sorted(folder.glob("*config.json"))
         file = next((file for file in files if b'"auto_map"' in file.read_bytes()), None)
         if section.trust_remote_code or file is None:
             raise

@@ -33,13 +33,6 @@ def divided(items: Sequence[Item], work: Callable[[list[Item]], Sequence[Part]])
     return [parts[number % ranks][number // ranks] for number in range(len(items))]
 
 
-def on_first_rank(work: Callable[[], Part]) -> Part:
-    """Return on every rank what ``work`` returns on the first. Collective; raises as ``on_every_rank``."""
-    parts: list[Any] = on_every_rank(lambda: None if rank_and_ranks()[0] else work())
-    first: Part = parts[0]
-    return first
-
-
 def awaited(work: Callable[[], Part]) -> list[Part]:
     """Return what ``on_every_rank`` does, of work without collectives that waits for another program, however long.
 
@@ -55,12 +48,6 @@ def awaited(work: Callable[[], Part]) -> list[Part]:
         working = torch.tensor(float(not future.done()))
         dist.all_reduce(working, dist.ReduceOp.MAX, group)
     return on_every_rank(future.result)
-
-
-def awaited_on_first_rank(work: Callable[[], Part]) -> Part:
-    """Return what ``on_first_rank`` does, of work without collectives that waits for another program."""
-    first: Part = awaited(lambda: None if rank_and_ranks()[0] else work())[0]  # type: ignore[assignment]
-    return first
 
 
 def on_every_rank(work: Callable[[], Part]) -> list[Part]:
@@ -88,3 +75,9 @@ def on_every_rank(work: Callable[[], Part]) -> list[Part]:
             raise error
         raise UserError(message) if is_user_error else RankFailed(f"rank {other} failed: {message}") from error
     return [part for part, _, _ in parts]
+
+
+def on_first_rank(work: Callable[[], Part], collect: Callable[..., list[Any]] = on_every_rank) -> Part:
+    """Return on every rank what ``work`` returns on the first; ``collect``: ``on_every_rank``, or ``awaited``."""
+    first: Part = collect(lambda: None if rank_and_ranks()[0] else work())[0]
+    return first

@@ -39,7 +39,7 @@ from trueshard.sharding.engine import sharded
 from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.engine import ends_of, probe_bound, probes
 from trueshard.train.rl.policy import PolicyLoss
-from trueshard.train.rl.ranks import awaited, awaited_on_first_rank, on_every_rank, on_first_rank, rank_and_ranks
+from trueshard.train.rl.ranks import awaited, on_every_rank, on_first_rank, rank_and_ranks
 from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Request, Sampling
 from trueshard.train.rl.vllm_answers import entry
@@ -68,12 +68,11 @@ class VLLMEngine:
         self._section, self._model = section, model
         self._probes, self._bound = probes(len(encoder.tokenizer)), probe_bound(model)
         self._loss = PolicyLoss()
-        self._server = server = Server(section.url or "", section.timeout)
-        self._ends = sorted(ends_of(model, encoder))
         inner: Any = names.unwrap(model)
-        self._vocabulary = int(inner.get_input_embeddings().weight.shape[0])
-        """Tokens of the model, which may have more than the tokenizer."""
-        takes_adapters = awaited_on_first_rank(lambda: _check_server(section, server))
+        vocabulary = inner.get_input_embeddings().weight.shape[0]  # may have more tokens than the tokenizer
+        self._server = server = Server(section.url or "", section.timeout, vocabulary)
+        self._ends = sorted(ends_of(model, encoder))
+        takes_adapters = on_first_rank(lambda: _check_server(section, server), awaited)
         self._served: str | None = None
         """Name of the adapter on the server, None for the model that it serves."""
         self.mismatch = math.nan
@@ -95,7 +94,7 @@ class VLLMEngine:
         """
         assert self._running is None, "finish() what was started with the old weights first"
         self._served = self._sync.send(version)
-        awaited_on_first_rank(self._forget)
+        on_first_rank(self._forget, awaited)
         self._probe(version)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> Future[dict[int, Answer]]:
@@ -111,7 +110,7 @@ class VLLMEngine:
             number: completion(requests[number], sampling, self._ends, self._served)
             for number in range(rank, len(requests), ranks)
         }
-        self._running = self._server.complete(bodies, self._vocabulary, concurrent=-(-self._section.batch // ranks))
+        self._running = self._server.complete(bodies, concurrent=-(-self._section.batch // ranks))
         return self._running
 
     def finish(self, started: Future[dict[int, Answer]]) -> list[Answer]:
@@ -151,7 +150,7 @@ class VLLMEngine:
         ids = torch.tensor(self._probes, device=device_of(sharded(self._model).mesh))
         logprobs, _ = self._loss.logprobs(self._model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
         ours = logprobs.cpu()
-        self.mismatch = awaited_on_first_rank(lambda: self._compare(version, ours))
+        self.mismatch = on_first_rank(lambda: self._compare(version, ours), awaited)
 
     def _compare(
         self,
@@ -241,7 +240,7 @@ class Directory:
         place = self._root / f"{_PREFIX}{version}"
         on_first_rank(lambda: _make_empty(place))
         on_every_rank(lambda: self._write(place))
-        return awaited_on_first_rank(lambda: self._hand_over(place))
+        return on_first_rank(lambda: self._hand_over(place), awaited)
 
     def close(self) -> None:
         """Remove what is left of it. No collective; does not raise."""

@@ -38,9 +38,7 @@ def answer_of(
         raise ValueError(f"of {len(ids)} tokens, and at most {most} were asked for")
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
-            raise ValueError(
-                f"whose token {place} is {reprlib.repr(token)}, and ids are integers from 0 to {vocabulary - 1}"
-            )
+            raise ValueError(f"whose token {place} is {reprlib.repr(token)}, no integer from 0 to {vocabulary - 1}")
     values = [_logprob(value) for value in logprobs]
     usage, known = entry(content, "usage"), {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
     if any(entry(usage, key) not in (None, count) for key, count in known.items()):
@@ -48,6 +46,10 @@ def answer_of(
     reason = entry(choice, "finish_reason")
     if reason not in ("stop", "length"):
         raise ValueError(f"that was broken off (finish_reason {reprlib.repr(reason)})")
+    if reason == "length" and len(ids) < most:
+        raise ValueError(
+            f"cut after {len(ids)} of {most} tokens: --max-model-len must be train.sequence_length or more"
+        )
     return Answer(ids, values, reason == "stop")
 
 

@@ -29,10 +29,10 @@ writes, which repeats what was sent."""
 
 
 class Server:
-    """A vLLM server at ``rollout.url``; ``timeout``: ``rollout.timeout``, in seconds."""
+    """A vLLM server at ``rollout.url`` of a model of ``vocabulary`` tokens; ``timeout``: ``rollout.timeout``."""
 
-    def __init__(self, url: str, timeout: float) -> None:
-        self.url, self.timeout = url.rstrip("/"), timeout
+    def __init__(self, url: str, timeout: float, vocabulary: int) -> None:
+        self.url, self.timeout, self._vocabulary = url.rstrip("/"), timeout, vocabulary
         try:
             self.address = httpx.URL(self.url)
         except httpx.InvalidURL:
@@ -55,14 +55,12 @@ class Server:
         """
         return asyncio.run_coroutine_threadsafe(self._request(path, body, timeout), self._loop).result()
 
-    def complete(
-        self, bodies: Mapping[int, dict[str, Any]], vocabulary: int, concurrent: int
-    ) -> Future[dict[int, Answer]]:
+    def complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> Future[dict[int, Answer]]:
         """Ask for completions in the background, ``concurrent`` at a time; return the future answers by number.
 
         The first error ends it, and does not wait for the others.
         """
-        return asyncio.run_coroutine_threadsafe(self._complete(bodies, vocabulary, concurrent), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._complete(bodies, concurrent), self._loop)
 
     def prompt_logprobs(self, ids: list[int], model: str | None) -> list[float]:
         """Return the log-probabilities of the tokens of a text, from the second on, in nats."""
@@ -71,22 +69,14 @@ class Server:
         with self._checked():
             return prompt_logprobs_of(content, ids)
 
-    async def _complete(
-        self, bodies: Mapping[int, dict[str, Any]], vocabulary: int, concurrent: int
-    ) -> dict[int, Answer]:
+    async def _complete(self, bodies: Mapping[int, dict[str, Any]], concurrent: int) -> dict[int, Answer]:
         room = asyncio.Semaphore(max(1, concurrent))
 
         async def complete(body: dict[str, Any]) -> Answer:
             async with room:
-                content, most = await self._request(COMPLETIONS, body), body["max_tokens"]
+                content = await self._request(COMPLETIONS, body)
             with self._checked():
-                answer = answer_of(content, body, vocabulary)
-            if not answer.finished and len(answer.ids) < most:
-                raise UserError(
-                    f"rollout.url: {self.url} cut an answer after {len(answer.ids)} of {most} tokens; start it with a "
-                    "--max-model-len of train.sequence_length or more"
-                )
-            return answer
+                return answer_of(content, body, self._vocabulary)
 
         tasks = [asyncio.create_task(complete(body)) for body in bodies.values()]
         try:
