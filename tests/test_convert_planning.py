@@ -275,6 +275,7 @@ def axes_of(source: str, tiny: str, folder: Path, **axes: Any) -> Any:
         ("torchtitan", "tensor", {"parallelism.tensor_parallel_degree": 2}),
         ("torchtitan", "context", {"parallelism.context_parallel_degree": 2}),
         ("accelerate", "tensor", {"tp_size": 2, "dp_shard_size": 4}),
+        ("accelerate", "context", {"cp_size": 2, "dp_shard_size": 4}),
     ],
 )
 def test_axes_are_said_in_keys_with_the_same_batch(

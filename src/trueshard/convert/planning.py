@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from trueshard.convert.converting import drafted, is_listed
 from trueshard.convert.engine import FALSE, TRUE, Draft, Rule, our_default, shown
 from trueshard.convert.tables import Framework
 from trueshard.errors import UserError
-from trueshard.planner.choose_plan import on_best_axes, solve, space_of
+from trueshard.planner.choose_plan import Progress, on_best_axes, solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
@@ -101,7 +101,7 @@ def advise(
     model: str = "",
     *,
     ranks: int | None = None,
-    progress: Callable[[str], object] = lambda line: None,
+    progress: Progress = lambda line: None,
     **options: Any,
 ) -> Advice:
     """Return forecasts of a configuration and of the best plan, and the keys that differ.
@@ -217,13 +217,10 @@ def model_of(draft: Draft, path: Path) -> str:
 # The best plan
 
 
-def best_of(
-    request: Request, theirs: Request, kind: Framework, draft: Draft, progress: Callable[[str], object]
-) -> Study:
+def best_of(request: Request, theirs: Request, kind: Framework, draft: Draft, progress: Progress) -> Study:
     """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there.
 
-    Raises ValueError for axes of `request`, beside those of the file (`theirs`), that have no keys there, or that the
-    batch of a step does not divide by.
+    Raises ValueError for axes, beside those of the file (`theirs`), without a key there or that the batch rules out.
     """
     assert theirs.microbatch is not None
     assert theirs.accumulation is not None
@@ -264,12 +261,13 @@ def best_of(
 
 def changes_of(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Iterator[Change]:
     """Yield a change for each choice that differs."""
-    total = theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)
+    numbers = {"total": theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)}
+    numbers["shards"] = best.plan.ranks[-1] // best.plan.context
     before, after = _chosen(theirs), _chosen(best)
     is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
         if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):
-            for change in spoken(kind, draft, ours, value, total, best.plan.ranks[-1]) or []:
+            for change in spoken(kind, draft, ours, value, **numbers) or []:
                 if change.say or change.value != draft.get(change.key):
                     yield change
 
@@ -287,16 +285,11 @@ def _chosen(study: Study) -> dict[str, Any]:
     }
 
 
-def spoken(
-    kind: Framework, draft: Draft, ours: str, value: Any, total: int = 0, shards: int = 0
-) -> list[Change] | None:
-    """Return how their framework says a choice; None if it has no words for it.
-
-    ``total``: samples of a step; ``shards``: ranks over which parameters are sharded.
-    """
+def spoken(kind: Framework, draft: Draft, ours: str, value: Any, **numbers: int) -> list[Change] | None:
+    """Return how their framework says a choice; None if it has no words for it. ``numbers``: that its words fill in."""
     for back in kind.back:
         if back["ours"] == ours and back.get("value") in (None, value):
-            filled = {"{}": value, "{total}": total, "{shards}": shards}
+            filled = {"{}": value} | {f"{{{name}}}": number for name, number in numbers.items()}
             said = [Change("", None, None, back["say"].format(value))] if "say" in back else []
             return [_change(draft, key, filled.get(word, word)) for key, word in back.get("keys", {}).items()] + said
     changes = []

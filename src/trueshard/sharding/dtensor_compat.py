@@ -187,7 +187,7 @@ def explain_mixed(value: DTensor) -> str:
                 return (
                     f"{name!r} is sharded, and its unit is not gathered here. In a pass, make the module that holds it "
                     f"a unit, too, which is gathered wherever it is read: units=[..., {owner!r}], where ... is the "
-                    "automatic choice, or what you named; outside of a pass, take full_tensor() on every rank"
+                    "automatic choice (or beside what you named); outside of a pass, call full_tensor() on every rank"
                 )
     return "a sharded tensor meets a plain one: call full_tensor() on it, on every rank"
 
