@@ -87,7 +87,7 @@ PATCHES = (
     ),
     Patch(
         "DTensor's list operators of EMA and SWA",
-        "take plain tensors (buffers) beside DTensors",
+        "take plain tensors (buffers, copies from before `shard()`) beside DTensors",
         "DTensor has one table of operators",
         lambda: _torch.average_mixed_lists(is_ours),
     ),
