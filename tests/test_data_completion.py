@@ -11,6 +11,7 @@ import pytest
 import corpora
 import running
 from messages import lacking, naming
+from resting import all_but
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.data.batches import IGNORED
@@ -61,7 +62,7 @@ def made(root: Path, records: list[Any], **data: Any) -> Prepared:
     ],
     ids=["text", "no prompt", "messages", "several turns", "alpaca", "empty input", "null input", "without input"],
 )
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", all_but([False], [False, True]))
 def test_the_prompt_is_read_and_the_completion_learnt(
     tmp_path: Path, record: dict[str, Any], read: str, learnt: str, streaming: bool
 ) -> None:
@@ -100,7 +101,7 @@ def test_completions_are_packed(tmp_path: Path) -> None:
         ({"title": "a"}, {}, "text"),
     ],
 )
-@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+@pytest.mark.parametrize("name", all_but(["data.jsonl"], ["data.jsonl", "data.json"]))
 def test_the_format_shows_in_the_keys(
     tmp_path: Path, record: dict[str, Any], given: dict[str, Any], expected: str, name: str
 ) -> None:
@@ -161,7 +162,7 @@ CHATML = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
         ({"prompt": USER, "chosen": SAID, "rejected": USER + SAID}, "hello", CHATML),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", all_but([False], [False, True]))
 def test_what_is_sampled_begins_as_the_data_do(
     tmp_path: Path, record: dict[str, Any], prompt: str, expected: str | None, streaming: bool
 ) -> None:
