@@ -131,7 +131,7 @@ def test_a_copy_made_before_sharding_is_averaged_as_on_one_process(
     return report | {"loaded": whole(dict(model.named_parameters()))}
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.rest)])
 @on_ranks(2)
 def test_an_average_is_gathered_or_its_model_is_named(rank: int, world_size: int, before: bool) -> None:
     model, optimizer = prepared(1, Everything)
