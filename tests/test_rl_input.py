@@ -104,6 +104,12 @@ def breaks(rewards, lengths):
 def one(rewards):
     return rewards
 
+def trl(completions, solution, **kwargs):
+    return [1.0] * len(completions)
+
+def verl(solution_str, ground_truth, judge):
+    return 1.0
+
 def words(rewards, lengths):
     return [["high"] * rewards.shape[1]] * len(rewards)
 """
@@ -119,6 +125,12 @@ ADVANTAGES = [
     (GOOD, [f"{ADVANTAGE}one"], ("rl.advantage", "own.py:one", "TypeError", "1 positional argument")),
     (GOOD, [f"{ADVANTAGE}words"], ("rl.advantage", "own.py:words", "ValueError", "'high'")),
     (GOOD, [f"{ADVANTAGE}nothing"], ("rl.advantage", "own.py:nothing", "TypeError", "'sample'")),
+    (
+        GOOD,
+        ["reward.function={here}/own.py:trl"],
+        ("reward.function", "own.py:trl", "takes solution", "answer, prompt"),
+    ),
+    (GOOD, ["reward.function={here}/own.py:verl"], ("reward.function", "own.py:verl", "solution_str=…", "'judge'")),
 ]
 LONG = json.dumps({"prompt": f"sort {'1 ' * 30}->", "answer": "1"}) + "\n"
 
