@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
+LONGEST_LINE = 2000
+"""Characters of an error on a terminal; the end, where the remedy is, is kept."""
 
 
 class UserError(Exception):
@@ -25,6 +27,13 @@ def one_line(error: BaseException, most: int | None = None) -> str:
     Without characters that steer a terminal: the text may quote a file or a server.
     """
     return "".join(filter(str.isprintable, " ".join(str(error).split())))[:most] or type(error).__name__
+
+
+def printed(error: BaseException) -> str:
+    """Return an error's text for a terminal: what a file brought into it is neither endless nor a control character."""
+    line = str(error)
+    line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 400]} … {line[-400:]}"
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
 
 
 def cut_line(error: BaseException) -> str:

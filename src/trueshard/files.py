@@ -6,8 +6,12 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+LONGEST_HOLDER = 1024
+"""Bytes of a lock's file at most, which names its holder."""
 
 
 @contextlib.contextmanager
@@ -55,6 +59,10 @@ def locked(file: Path, patience: float) -> Iterator[None]:
     """
     import filelock
 
+    if os.path.lexists(file):  # by a link, somebody's file would be written over
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size > LONGEST_HOLDER:
+            raise FileExistsError(f"{file} is there, and is no lock of a run; remove it")
     lock = filelock.FileLock(file)
     try:
         lock.acquire(timeout=patience, poll_interval=0.1)

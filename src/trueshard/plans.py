@@ -23,7 +23,7 @@ from trueshard.options import (
     Precision,
     Recompute,
 )
-from trueshard.text import nearest, size, table
+from trueshard.text import load_json, nearest, size, table
 
 VERSION = 2
 """Version of a plan's JSON."""
@@ -302,8 +302,8 @@ class Plan(AppliedOptions):
             ValueError: not JSON, an unknown key, a missing key or a newer version; the message names it.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = load_json(text)
+        except ValueError as error:
             raise ValueError(f"a plan must be JSON: {error}") from None
         if not isinstance(data, dict):
             raise ValueError("a plan must be a JSON object")

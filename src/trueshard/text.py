@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import json
 import logging
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from trueshard.errors import with_extra
 
@@ -22,6 +24,14 @@ else:
     import tomli as tomllib  # noqa: F401
 
 logger = logging.getLogger("trueshard")
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return the value of JSON of any origin. Raises ValueError, also where it is nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
 
 
 def size(count: float) -> str:

@@ -41,6 +41,7 @@ from trueshard.checkpoint.format import (
     floating_dtype,
     join,
     make_header,
+    parse_json,
 )
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.process_group import as_bytes
@@ -251,7 +252,8 @@ def _write_hf(source: ExportSource, directory: Path, dtype: torch.dtype | None) 
         return table | {key: dtype_name(dtype) for key in _DTYPE_KEYS if dtype and isinstance(table.get(key), str)}
 
     def changed(name: str, data: bytes) -> bytes:
-        converts = name == "config.json" and dtype is not None
+        if converts := name == "config.json" and dtype is not None:
+            parse_json(data, f"{source.catalogue.where}/{name}")
         return json.dumps(json.loads(data, object_hook=in_dtype), indent=2).encode() if converts else data
 
     source.write_companions(directory, changed)
@@ -396,9 +398,10 @@ def _write_merged(source: ExportSource, directory: Path, dtype: torch.dtype | No
 def _rebuilt(source: ExportSource, checked: Callable[[str], bool]) -> Any:
     """Build the PEFT model with its tensors; compare the checksums of those whose key is ``checked``."""
     described = source.companions().get("config.json", b"{}")
-    named = (json.loads(described).get("architectures") or [None])[0]
-    kind: Any = getattr(importlib.import_module("transformers"), str(named), None) if named else None
-    if kind is None:
+    named = (parse_json(described, f"{source.catalogue.where}/config.json").get("architectures") or [None])[0]
+    transformers: Any = importlib.import_module("transformers")
+    kind: Any = getattr(transformers, str(named), None) if named else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):  # nothing else is called
         raise _OtherModel(
             f"{source.catalogue.where} has no config.json that names a class of transformers, so the model cannot be "
             "built here; load the checkpoint into it, and use PEFT's own functions"

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from trueshard.errors import UserError, extra_line
+from trueshard.errors import UserError, extra_line, printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if TRACEBACK in arguments:
             traceback.print_exception(error)
-        return _wrong(str(error))
+        return _wrong(printed(error))
     except ModuleNotFoundError as error:
         if (line := extra_line(error)) is None:
             raise

@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
     kind = path.suffix.lower() if path.name != ".env" else ".env"
     if kind not in READERS:
         raise UserError(f"{path}: a file of an unknown kind; give one that ends in {', '.join(READERS)}")
-    with explained(f"{path}: malformed", "correct that place", (ValueError, yaml.YAMLError), one_line):
+    with explained(f"{path}: malformed", "correct that place", (ValueError, RecursionError, yaml.YAMLError), one_line):
         tree = READERS[kind](content)
     if not isinstance(tree, dict) or not tree:
         raise UserError(f"{path}: no keys are in it; give the file that holds the configuration")

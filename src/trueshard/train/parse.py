@@ -62,7 +62,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with explained(f"{path}: not valid TOML", "correct that place", tomllib.TOMLDecodeError, one_line):
+    kinds = (tomllib.TOMLDecodeError, RecursionError)
+    with explained(f"{path}: not valid TOML", "correct that place", kinds, one_line):
         return tomllib.loads(read_text(path, "a TOML file"))
 
 

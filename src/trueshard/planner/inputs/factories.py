@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from trueshard.errors import one_line, with_kind
 from trueshard.model import names
 from trueshard.planner.inputs.architectures import architecture, cached
 from trueshard.planner.inputs.fake_tensors import READERS, Unavailable, fake_copy, make_fake, on_meta, without_gpu
+from trueshard.text import load_json
 
 _RESULT = (
     "it must return a torch.nn.Module, a tuple (module, optimizers, batch, loss) of which all but the module may be "
@@ -292,7 +292,7 @@ def read_configuration(path: Path) -> Configuration:
     """Return the configuration of a folder with a ``config.json``, or of that file; raises ValueError."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = load_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"{file.parent} has no config.json" if file.parent.is_dir() else f"{file.parent} does not exist"
         why = what if isinstance(error, FileNotFoundError) else f"{file} cannot be read ({error.strerror})"
@@ -306,7 +306,8 @@ def read_configuration(path: Path) -> Configuration:
 def named_configuration(words: str) -> Configuration | None:
     """Return the configuration of a name: of the hub's cache on this machine, or a known one; None if there is none."""
     if (file := cached(words)) is not None:
-        configuration = Configuration(words.rpartition("/")[2], json.loads(file.read_text(encoding="utf-8")), str(file))
+        configuration = read_configuration(file)
+        configuration.name = words.rpartition("/")[2]
         configuration.assumptions.insert(0, f"The configuration is that of {words} in the hub's cache on this machine.")
         return configuration
     if (entry := architecture(words)) is None:

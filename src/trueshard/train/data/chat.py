@@ -13,17 +13,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from trueshard.errors import UserError, explained
-from trueshard.text import nearest
+from trueshard.errors import UserError, explained, with_kind
+from trueshard.text import load_json, nearest
 from trueshard.train.data.batches import Document
+from trueshard.train.data.bounded import Failed, bounded
 from trueshard.train.data.sources import Fields
 
 Message = dict[str, Any]
@@ -51,8 +52,8 @@ def messages(value: Any, where: str, role: str = "role", content: str = "content
     """Normalise a list of messages whose keys are ``role`` and ``content``. Raises `UserError` for anything else."""
     if isinstance(value, str):  # as in a field of CSV
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = load_json(value)
+        except ValueError:
             raise UserError(f"{where} is a string, wanted a list of messages; correct it") from None
     if not isinstance(value, list) or not value:
         state = "empty" if value == [] else f"a {type(value).__name__}"
@@ -130,6 +131,7 @@ class ChatTemplate:
         self._marked = GENERATION.search(tokenizer.chat_template) is not None
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._ends = (*tokenizer.all_special_tokens, *added)
+        self._render: Callable[..., tuple[str, Any]] = self._rendered
         self.notes: dict[str, str] = {}
         """Problem of the targets, with its remedy → place of the first such conversation."""
 
@@ -214,25 +216,38 @@ class ChatTemplate:
             for ids, offsets, chat in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
 
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Render with limits of time, memory and text, in a process of its own, while records are prepared."""
+        with bounded(self._rendered) as self._render:
+            yield
+        self._render = self._rendered
+
     def _text(self, turns: list[Message], where: str, tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text, and the spans that the template marks."""
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        problem = f"{where}: the chat template refuses it"
+        template = f"the chat template{getattr(self.tokenizer, 'template_place', '')}"
         remedy = "correct it, or set tokenizer.chat_template"
         turns = [{key: value for key, value in message.items() if key != "weight"} for message in turns]
-        with explained(problem, remedy, (TemplateError, TypeError, ValueError, KeyError)):
-            rendered: Any = render_jinja_template(
-                conversations=[turns],
-                tools=tools,
-                chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=self._marked,
-                add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
-            )
+        with explained(f"{where}: {template} refuses it", remedy, detail=_reason):
+            return self._render(turns, tools, prompt)
+
+    def _rendered(self, turns: list[Message], tools: Any, prompt: bool) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            conversations=[turns],
+            tools=tools,
+            chat_template=self.tokenizer.chat_template,
+            return_assistant_tokens_mask=self._marked,
+            add_generation_prompt=prompt,
+            **self.tokenizer.special_tokens_map,
+        )
         text, marked = rendered
         return str(text[0]), list(marked[0]) if marked else []
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, Failed) else with_kind(error)
 
 
 def _inside(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -39,7 +40,7 @@ from trueshard.train.data.batches import (
 from trueshard.train.data.formats import FORMATS, Format
 from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource, find, hash_of
-from trueshard.train.data.store import StoredSamples, Summary, build, read_summary
+from trueshard.train.data.store import StoredSamples, Summary, build, damage_named, read_summary
 from trueshard.train.models.config import own_code
 
 BUFFER = 1024
@@ -96,7 +97,9 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
             scratch.mkdir()
             _make(config, sources, held_out, state, processor, scratch)
             _open(config, scratch, sources, processor)
-            if folder.exists():
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.exists():
                 shutil.rmtree(folder)
     prepared = _open(config, folder, sources, processor)
     if streaming and state is not None:  # the files are read anew, so they count as they are now
@@ -119,17 +122,18 @@ def _make(
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
     form = FORMATS[data.format](data, _length(config), tokenizer, processor)
-    for source in sources if data.streaming else ():
-        next(form.documents(source, folder), None)  # for its notes
-    if held_out:
-        place = folder / "evaluation"
-        place.mkdir()
-        build(held_out, form, place, 0.0, state, {}).write(place)
-    if data.streaming:
-        summary = Summary(None, None, None, zlib.crc32(state.encode()), state, _identity(config))
-    else:
-        fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
-        summary = build(sources, form, folder, fraction, state, _identity(config))
+    with contextlib.nullcontext() if data.format == "text" else form.template.bounded():
+        if held_out:
+            place = folder / "evaluation"
+            place.mkdir()
+            build(held_out, form, place, 0.0, state, {}).write(place)
+        for source in sources if data.streaming else ():
+            next(form.documents(source, folder), None)  # for its notes
+        if data.streaming:
+            summary = Summary(None, None, None, zlib.crc32(state.encode()), state, _identity(config))
+        else:
+            fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
+            summary = build(sources, form, folder, fraction, state, _identity(config))
     for note in form.notes():
         print(note, flush=True)
     replace(summary, conversational=form.conversational).write(folder)
@@ -142,14 +146,19 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     if processor is not None:
         tokenizers.set_chat_template(config.tokenizer, processor.tokenizer, processor)
     data, section, length = config.data, config.evaluation, _length(config)
-    with own_code(config.model, place := folder / "tokenizer") as options:
+    place = folder / "tokenizer"
+    with damage_named(place), own_code(config.model, place) as options:
         tokenizer = AutoTokenizer.from_pretrained(str(place), **options)
+        if tokenizer.eos_token_id is None:
+            raise ValueError("it has no end-of-text token")
     form = FORMATS[data.format](data, length, tokenizer, processor)
 
-    def stored(place: Path, part: str) -> list[StoredSamples]:
-        summary = read_summary(place)
-        assert summary is not None
-        return [StoredSamples(place, summary, form, source, part) for source in range(len(summary.ranges))]
+    def stored(place: Path, part: str, count: int) -> list[StoredSamples]:
+        with damage_named(place):
+            summary = read_summary(place)
+            if summary is None or len(summary.ranges) != count:
+                raise ValueError(f"data.json has no ranges of {count} sources")
+        return [StoredSamples(place, summary, form, source, part) for source in range(count)]
 
     train: Samples | Stream
     if data.streaming:
@@ -158,7 +167,8 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
             stream.check()
         train = StreamMixture(streams, [source.weight for source in sources])
     else:
-        sections, parts = data.sources or [SourceSection(path=data.path or "")], stored(folder, "train")
+        sections = data.sources or [SourceSection(path=data.path or "")]
+        parts = stored(folder, "train", len(sections))
         for source, part in zip(sections, parts, strict=True):
             if not len(part):
                 raise UserError(
@@ -170,7 +180,8 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     evaluation = None
     if section is not None:
         place = folder if section.path is None else folder / "evaluation"
-        held_out = [part for part in stored(place, "evaluation" if section.path is None else "train") if len(part)]
+        count, name = (len(data.sources) or 1, "evaluation") if section.path is None else (1, "train")
+        held_out = [part for part in stored(place, name, count) if len(part)]
         if not held_out and section.path is None:
             share = f"{section.fraction} of the data is less than one sequence"
             raise UserError(f"evaluation.fraction: {share}; raise it, or set evaluation.path")

@@ -19,12 +19,14 @@ import os
 import re
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trueshard.errors import UserError, cut_line, explained, one_line
+from trueshard.text import load_json
 from trueshard.train.config import TEXT_FILES, DataSection
 from trueshard.train.models.config import is_hub_name
 
@@ -244,8 +246,8 @@ def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
         ) from None
     except EOFError:
         raise UserError(f"{file}: ends in the middle; fetch it again") from None
-    except OSError as error:
-        reason = error.strerror or one_line(error)
+    except (OSError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{file}: cannot be read ({reason}); correct its permissions, or fetch it again") from None
 
 
@@ -274,7 +276,10 @@ def _array(file: Path) -> Iterator[tuple[Fields, int]]:
 
 def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
     try:
-        return json.loads(text)
+        value = load_json(text)
+        if b"\\ud" in text or b"\\uD" in text:  # half of a surrogate pair is no character, and no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except ValueError as error:  # also for what is not UTF-8
         line = first_line + getattr(error, "lineno", 1) - 1
         raise UserError(f"{file}, line {line}: not valid JSON ({one_line(error)}); correct that line") from None
@@ -299,10 +304,10 @@ def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
 
 
 def _table(file: Path) -> Iterator[tuple[Fields, int]]:
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowInvalid, cut_line)
+    refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowException, cut_line)
     with refused, ParquetFile(file) as table:
         rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):

@@ -18,15 +18,17 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, TypeAdapter
 
-from trueshard.errors import UserError
+from trueshard.errors import UserError, explained
 from trueshard.train.data.batches import Document, Ids, Sample, all_targets, pack, sequence, span, truncate
 from trueshard.train.data.formats import Format
 from trueshard.train.data.order import sequence_indices
@@ -42,13 +44,15 @@ Members = list[list[int]]
 class Summary:
     """The contents of `data.json`."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     tokens: int | None  # to train on; None: unknown, as data are streamed, or become tokens with their batch
     documents: int | None  # to train on; None: unknown, as data are streamed
     unigram_entropy: float | None  # nats a target: the loss of a model that knows only the frequency of each token
     crc32: int  # of all bytes that samples are made of; for streamed data, of the fingerprint
     fingerprint: str  # hash of the state of sources and tokenizer
     identity: dict[str, Any]  # the settings that determine the data
-    dtype: str = "uint8"
+    dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
     conversational: bool = False  # texts of these data are messages, which a chat template writes
     files: list[list[str]] = field(default_factory=list)  # of each source
     # Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, tokens.
@@ -62,9 +66,15 @@ class Summary:
 def read_summary(folder: Path) -> Summary | None:
     """Read `data.json`; return None if it is missing or has other fields."""
     try:
-        return Summary(**json.loads((folder / "data.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return TypeAdapter(Summary).validate_json((folder / "data.json").read_bytes())
+    except (OSError, ValueError):
         return None
+
+
+def damage_named(folder: Path) -> AbstractContextManager[None]:
+    """Turn errors inside into a `UserError`: what was written into a folder of prepared data cannot be read."""
+    remedy = "delete that folder, and the same command makes it again from the files of the data"
+    return explained(f"run.dir: the data in {folder} are damaged", remedy)
 
 
 def build(
@@ -171,7 +181,7 @@ class DocumentWriter:
 
     def __init__(self, folder: Path, form: Format) -> None:
         self.folder, self.form = folder, form
-        self.dtype = "uint8" if form.vocabulary is None else "uint16" if form.vocabulary <= 2**16 else "uint32"
+        self.dtype = form.dtype
         self.crc32 = 0
         self.tokens = 0
         self._counts = np.zeros(form.vocabulary or 256, dtype=np.int64)  # of each token among the targets
@@ -224,29 +234,46 @@ class StoredSamples:
 
     def __init__(self, folder: Path, summary: Summary, form: Format, source: int, part: str) -> None:
         self._folder, self._files, self._form, self._length = folder, summary.files, form, form.length
-        self._first, last = summary.ranges[source][part]
+        with damage_named(folder):
+            self._map(summary, *summary.ranges[source][part])
+
+    def _map(self, summary: Summary, first: int, last: int) -> None:
+        """Map the arrays into memory. Raises ValueError if one is not as data.json says."""
+        form, folder, self._first = self._form, self._folder, first
         self._joined = form.layout == "joined"
-        self._count = max(0, last - self._first - 1) // form.length if self._joined else last - self._first
+        self._count = max(0, last - first - 1) // form.length if self._joined else last - first
         name = "records.bin" if form.vocabulary is None else "tokens.bin"
-        self._tokens: Ids = np.memmap(folder / name, mode="r", dtype=summary.dtype)
-        self._counted = np.memmap(folder / "counted.bin", mode="r", dtype=np.bool_) if form.cut else None
-        self._places: npt.NDArray[np.int64] = np.load(folder / "documents.npy", mmap_mode="r")
+        self._tokens: Ids = _mapped(folder / name, form.dtype)
+        self._counted = _mapped(folder / "counted.bin", "bool") if form.cut else None
+        self._places = _array(folder / "documents.npy", (-1, 4))
+        bounds = {"documents.npy": (self._places[-1, 3], len(self._tokens)), "data.json": (summary.dtype, form.dtype)}
+        if self._counted is not None:
+            bounds["counted.bin"] = (len(self._counted), len(self._tokens))
         if not self._joined:
-            self._members: npt.NDArray[np.int64] = np.load(folder / "members.npy", mmap_mode="r")
-            self._ends: npt.NDArray[np.int64] = np.load(folder / "sequences.npy", mmap_mode="r")
+            self._members, self._ends = (_array(folder / f"{name}.npy", (-1,)) for name in ("members", "sequences"))
+            bounds["sequences.npy"] = (self._ends[-1], len(self._members))
+        whole = len(self._tokens if self._joined else self._ends)
+        if wrong := [name for name, (one, other) in bounds.items() if one != other]:
+            raise ValueError(f"{wrong[0]} ends elsewhere than {name}")
+        if not 0 <= first <= last <= whole:
+            raise ValueError(f"data.json has a part from {first} to {last} of {whole}")
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> Sample:
-        if self._joined:
-            return sequence(self._tokens, self._first + index * self._length, self._length)
-        documents = tuple(self._document(number) for number in self._documents(index))
+        with damage_named(self._folder):
+            if self._joined:
+                start = self._first + index * self._length
+                self._check(start, start + self._length + 1)
+                return sequence(self._tokens, start, self._length)
+            documents = tuple(self._document(number) for number in self._documents(index))
         return self._kept(index, *documents) if self._form.layout == "kept" else self._form.sample(documents)
 
     def where(self, index: int) -> str:
-        origins = (self._places[number].tolist() for number in self._documents(index))
-        return span([place(self._files[source][file], line) for source, file, line, _ in origins])
+        with damage_named(self._folder):
+            origins = (self._places[number].tolist() for number in self._documents(index))
+            return span([place(self._files[source][file], line) for source, file, line, _ in origins])
 
     def _documents(self, index: int) -> Sequence[int]:
         if self._joined:
@@ -259,8 +286,17 @@ class StoredSamples:
 
     def _document(self, number: int) -> Document:
         first, last = _between(self._places[:, 3], number)
-        ids = self._tokens[first:last]
+        ids = self._check(first, last)
         return all_targets(ids) if self._counted is None else Document(ids, self._counted[first:last])
+
+    def _check(self, first: int, last: int) -> Ids:
+        """Return the tokens of a range. Raises ValueError if they are not there, or not all of the tokenizer."""
+        ids, size = self._tokens[first:last], self._form.vocabulary
+        if not 0 <= first < last == first + len(ids):
+            raise ValueError(f"documents.npy: tokens {first} to {last} of {len(self._tokens)}")
+        if size is not None and ids.max() >= size:
+            raise ValueError(f"tokens.bin: the token {ids.max()}, of {size} that the tokenizer has")
+        return ids
 
     def _kept(self, index: int, document: Document) -> Sample:
         """Return ``messages``, or ``prompt`` and ``record``, with images as absolute paths, and ``where``."""
@@ -273,6 +309,24 @@ class StoredSamples:
         return {**sample, "where": self.where(index)}
 
 
+def _mapped(file: Path, dtype: str) -> Any:
+    """Map a file into memory: an array as numpy saves it, which is no pickle, or of values of ``dtype`` alone."""
+    try:
+        return np.load(file, mmap_mode="r") if file.suffix == ".npy" else np.memmap(file, mode="r", dtype=dtype)
+    except (OSError, EOFError, ValueError):
+        raise ValueError(f"{file.name} is missing, cut short, or no array of numbers") from None
+
+
+def _array(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Map an array whose first dimension is any."""
+    values: npt.NDArray[np.int64] = _mapped(file, "int64")
+    if values.dtype != np.int64 or values.ndim != len(shape) or not len(values) or values.shape[1:] != shape[1:]:
+        raise ValueError(f"{file.name} holds {values.dtype} {values.shape}")
+    return values
+
+
 def _between(ends: npt.NDArray[np.int64], number: int) -> tuple[int, int]:
-    """Return the half-open range of an item, from the ends of all."""
+    """Return the half-open range of an item, from the ends of all. Raises IndexError if there is none."""
+    if number < 0:
+        raise IndexError(f"there is no item {number}")
     return int(ends[number - 1]) if number else 0, int(ends[number])

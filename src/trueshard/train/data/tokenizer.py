@@ -44,6 +44,7 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
         else:
             with own_code(model, path) as options:
                 tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+        tokenizer("?")  # some of what is wrong is found by use
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key}: the tokenizer in {path} has no end-of-text token (eos_token); {remedy}")
     if data_format != "text" and not tokenizer.is_fast:
@@ -101,15 +102,17 @@ def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any 
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     template = template.get("default") if isinstance(template, dict) else template
+    place = f" of {tokenizer.name_or_path}" if template and tokenizer.name_or_path else ""
     template = template or CHATML.replace(IMAGE, getattr(processor, "image_token", IMAGE))
     if (name := section.chat_template) is not None:
         with explained(f"tokenizer.chat_template: {name} cannot be read", "give a Jinja file", detail=str):
             template = Path(name).expanduser().read_text(encoding="utf-8")
         if not template.strip():
             raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
+        place = f" in {name}"
     for target in (tokenizer, processor):
         if target is not None:
-            target.chat_template = template
+            target.chat_template, target.template_place = template, place
 
 
 def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:

@@ -32,6 +32,7 @@ from trueshard._torch import mapped
 from trueshard.errors import UserError
 from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
+from trueshard.text import load_json
 from trueshard.train.data.loader import Loader
 from trueshard.train.preference import PreferenceLoss
 from trueshard.train.trainer import Callback, Trainer, over_ranks
@@ -137,7 +138,7 @@ class LineSpan(NamedTuple):
 
 def record_of(line: bytes) -> Line:
     """Return a line as a record. Raises ValueError, TypeError or KeyError if it is no object with a step."""
-    record = json.loads(line)
+    record = load_json(line)
     record["step"] = int(record["step"])
     if b"null" in line:
         record = mapped(lambda value: math.nan if value is None else value, record)

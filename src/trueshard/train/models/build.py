@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,14 +23,14 @@ from torch import nn
 
 import trueshard
 from trueshard import _torch
-from trueshard.checkpoint.format import MANIFEST
+from trueshard.checkpoint.format import MANIFEST, check_name
 from trueshard.checkpoint.layout import adapted_keys
 from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_unwritten
-from trueshard.errors import UserError, explained, one_line
+from trueshard.errors import UserError, explained, one_line, with_kind
 from trueshard.model import names
 from trueshard.model.units import choose_units
 from trueshard.sharding.engine import sharded
-from trueshard.text import nearest
+from trueshard.text import load_json, nearest
 from trueshard.train.config import Config
 from trueshard.train.models import adapters
 from trueshard.train.models.config import AdapterSection, ModelSection, own_code
@@ -57,7 +58,7 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     does not exist.
     """
     section, key = config.model, _key_of(config.model)
-    settings = _from_fields(config, vocab_size) if section.architecture else _from_files(config)
+    settings = _from_fields(config, vocab_size) if section.architecture else from_files(config)
     if image_token is not None:
         _set_image_token(section, settings, image_token)
     with explained(f"{key}: no model can be built from it", "correct its configuration"):
@@ -110,10 +111,26 @@ def with_values(config: Config, settings: Any) -> nn.Module:
             trust = config.model.trust_remote_code
             return _changed(config, auto.from_config(settings, dtype=dtype, trust_remote_code=trust))
         path = config.model.place()
-        problem, kinds = f"model.path: the weights in {path} cannot be loaded", (OSError, ValueError, RuntimeError)
-        with explained(problem, "check the files", kinds), own_code(config.model, path) as options:
-            base = auto.from_pretrained(str(path), config=settings, dtype=dtype, **options)
+        files = sorted(file for pattern in WEIGHTS for file in path.glob(f"{pattern}*"))
+        problem = f"model.path: the weights in {path} cannot be loaded ({', '.join(file.name for file in files[:2])})"
+        refusal = explained(problem, "fetch the files again, best as safetensors", detail=_why_not_loaded)
+        with refusal, own_code(config.model, path) as options, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # on how a pickle was written
+            for file in (file for file in files if file.suffix == ".json"):
+                for name in load_json(file.read_text(encoding="utf-8"))["weight_map"].values():
+                    check_name(name, str(file))
+            more = options | {"config": settings, "dtype": dtype, "output_loading_info": True}
+            base, found = auto.from_pretrained(str(path), **more)
+        if lacking := sorted(found["missing_keys"]):
+            raise UserError(f"model.path: {path} has no {lacking[0]!r} (and {len(lacking) - 1} more); fetch it again")
         return _changed(config, base.train())
+
+
+def _why_not_loaded(error: BaseException) -> str:
+    # Of a pickle torch reads tensors alone; its own text explains how to run the rest all the same.
+    if isinstance(error, pickle.UnpicklingError):
+        return "it is a damaged pickle, or one that holds more than tensors: it was not run"
+    return with_kind(error)
 
 
 def quiet_transformers() -> None:
@@ -211,7 +228,8 @@ def _check_fields(fields: Mapping[str, Any], default: Any, where: str, what: str
             _check_fields({k: v for k, v in value.items() if k != "model_type"}, inner, f"{where}.{name}", other)
 
 
-def _from_files(config: Config) -> Any:
+def from_files(config: Config) -> Any:
+    """Return the transformers configuration that `model.path` or `model.config` names. Raises `UserError`."""
     from transformers import AutoConfig
 
     section, key, path = config.model, _key_of(config.model), config.model.place()
@@ -226,9 +244,11 @@ def _from_files(config: Config) -> Any:
     if not file.is_file():
         raise UserError(f"{key}: {path} is not a model directory: it has no config.json; give one that has")
     with explained(f"{key}: {file} is not a transformers configuration", 'it needs a "model_type"'):
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = load_json(file.read_text(encoding="utf-8"))
         model_type = data["model_type"]
-    if not (section.trust_remote_code and _auto(config).__name__ in (data.get("auto_map") or {})):
+        if not isinstance(model_type, str) or not isinstance(own := data.get("auto_map") or {}, dict):
+            raise TypeError("model_type is no text, or auto_map no object")
+    if not (section.trust_remote_code and _auto(config).__name__ in own):
         with own_code(section, file.parent):
             _check_known(config, model_type, f"{key}: {file}")
     if section.path and not any(file for pattern in WEIGHTS for file in path.glob(pattern)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.metrics.trackers import trackers
-from trueshard.train.models.build import architecture, plain_settings, quiet_transformers
+from trueshard.train.models.build import architecture, from_files, plain_settings, quiet_transformers
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.run import resuming
 
@@ -65,6 +66,10 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
 
     With ``override``, what the steps mean may differ. Raises `UserError`, and leaves nothing on disk.
     """
+    for name in ("data", "checkpoints", "metrics.jsonl", "plan.json"):
+        place = config.run.folder / name
+        if os.path.lexists(place) and place.is_dir() == ("." in name):
+            raise UserError(f"run.dir: {place} is {'a' if '.' in name else 'no'} folder; remove it")
     config = resuming.resolved(config, ranks)
     settings, folder = check_settings(config, ranks), config.run.folder
     is_new = not (folder / "data").exists()
@@ -108,8 +113,12 @@ def check_settings(config: Config, ranks: int) -> Any:
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     trackers(config.log.to)
+    if config.model.architecture is None:
+        from_files(config)  # before the tokenizer, which transformers reads with it
     tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
-    vocab_size = len(tokenizer) if tokenizer is not None else config.tokenizer.vocab_size
+    vocab_size = config.tokenizer.vocab_size
+    if tokenizer is not None:  # one may leave numbers out
+        vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     assert vocab_size is not None
     processor = load_processor(config.tokenizer, config.model) if config.images else None
     settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))

@@ -16,8 +16,9 @@ from typing import Any
 
 import trueshard
 from trueshard.checkpoint.catalogue import names_newest
-from trueshard.errors import UserError
+from trueshard.errors import UserError, with_kind
 from trueshard.files import replace_text
+from trueshard.text import load_json
 from trueshard.train.config import Config
 from trueshard.train.data.formats import find_format
 from trueshard.train.models.config import is_hub_name
@@ -29,6 +30,10 @@ FATAL = (
     *("adapter.", "tokenizer.", "optimizer.class"),
 )
 """Settings whose change makes every checkpoint unloadable, also with `--override`."""
+
+
+FORM = {**dict.fromkeys(("config", "given", "identity", "architecture", "tightened"), dict), "overridden": list}
+"""What `config.json` holds, and what kind of value each is."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,16 @@ class SettingChange:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return `config.json` of the run's folder; empty if there is none. Raise `UserError` if it is damaged."""
     try:
-        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        record = load_json((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise _damaged(folder, error) from None
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        raise _damaged(folder, "it is no JSON object")
+    if wrong := next((name for name, kind in FORM.items() if not isinstance(record.get(name, kind()), kind)), None):
+        raise _damaged(folder, f"{wrong} is a {type(record[wrong]).__name__}")
+    return record
 
 
 def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 0) -> None:
@@ -137,7 +146,7 @@ def located(config: Config) -> Config:
         return with_settings(config, {"model.revision": commit})
     if not (is_best := path.name == "best" and path.expanduser().is_symlink()) and not names_newest(path.expanduser()):
         return config
-    if before is not None and Path(before).parent == path.parent:
+    if isinstance(before, str) and Path(before).parent == path.parent:
         return with_settings(config, {"model.path": before})
     newest = path.expanduser().resolve() if is_best else trueshard.latest(path.expanduser().parent)
     return config if newest is None else with_settings(config, {"model.path": str(path.parent / newest.name)})
@@ -146,9 +155,12 @@ def located(config: Config) -> Config:
 def tightened(config: Config, ranks: int) -> Config:
     """Return `config` with the settings that memory required in earlier starts with as many ranks."""
     record = read_settings(config.run.folder).get("tightened")
-    if config.train.on_oom != "tighten" or not record or record["ranks"] != ranks:
+    if config.train.on_oom != "tighten" or not record or record.get("ranks") != ranks:
         return config
-    return with_settings(config, record["words"])
+    try:
+        return with_settings(config, record["words"])
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise _damaged(config.run.folder, f"tightened: {with_kind(error)}") from None
 
 
 def keep_tightened(folder: Path, settings: Mapping[str, Any], ranks: int) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from trueshard.errors import RankFailed, UserError, one_line, raised_in
+from trueshard.errors import RankFailed, UserError, one_line, printed, raised_in
 from trueshard.launching import FAILED, STOPPED, USER_ERROR
 from trueshard.train.config import Config
 from trueshard.train.run import out_of_memory, resuming
@@ -132,7 +132,7 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
         dist.destroy_process_group()
         return _End(code, is_final=code == STOPPED)
     except UserError as error:
-        return _End(USER_ERROR, f"trueshard: {error}", hold_back=worker.rank != 0, is_final=True)
+        return _End(USER_ERROR, f"trueshard: {printed(error)}", hold_back=worker.rank != 0, is_final=True)
     except Exception as error:
         if out_of_memory.is_out_of_memory(error) and worker.meter is not None:
             return _End(OUT_OF_MEMORY, shortage=worker.meter.shortage(worker.rank, error))
