@@ -352,11 +352,11 @@ DAMAGES: dict[str, Damage] = {
     "data: sequences backwards": array("sequences.npy", lambda a: a[::-1].copy(), "sequences.npy"),
     "data: no tokens": written(f"{DATA}/tokens.bin", b"", "delete that folder", begun=True),
     "data: half of the tokens": Damage(
-        lambda root: os.truncate(root / DATA / "tokens.bin", 100), (DATA, "tokens.bin"), begun=True
+        lambda root: os.truncate(root / DATA / "tokens.bin", 100), (DATA, "documents.npy"), begun=True
     ),
     "data: other tokens": Damage(
         lambda root: (root / DATA / "tokens.bin").write_bytes(b"\xff" * (root / DATA / "tokens.bin").stat().st_size),
-        (DATA, "tokens.bin", 65535, "delete that folder"),
+        (DATA, "tokens.bin", "delete that folder"),
         (*MORE_STEPS, "--nproc=2"),
         begun=True,
     ),

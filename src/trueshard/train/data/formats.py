@@ -70,9 +70,6 @@ class Format:
         self.cut = self.layout in ("packed", "single")  # long documents are cut, and only some tokens are targets
         # Number of token ids; None: documents are bytes of JSON.
         self.vocabulary = None if self.layout == "kept" else 1 + max(tokenizer.get_vocab().values())
-        self.dtype: Literal["uint8", "uint16", "uint32"] = (  # of the documents on disk
-            "uint8" if self.vocabulary is None else "uint16" if self.vocabulary <= 2**16 else "uint32"
-        )
 
     @classmethod
     def layout_of(cls, section: DataSection) -> Layout:

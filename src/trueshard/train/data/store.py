@@ -22,11 +22,11 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from trueshard.errors import UserError, explained
 from trueshard.train.data.batches import Document, Ids, Sample, all_targets, pack, sequence, span, truncate
@@ -52,7 +52,7 @@ class Summary:
     crc32: int  # of all bytes that samples are made of; for streamed data, of the fingerprint
     fingerprint: str  # hash of the state of sources and tokenizer
     identity: dict[str, Any]  # the settings that determine the data
-    dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
+    dtype: Annotated[str, Field(pattern="^uint(8|16|32)$")] = "uint8"
     conversational: bool = False  # texts of these data are messages, which a chat template writes
     files: list[list[str]] = field(default_factory=list)  # of each source
     # Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, tokens.
@@ -181,7 +181,7 @@ class DocumentWriter:
 
     def __init__(self, folder: Path, form: Format) -> None:
         self.folder, self.form = folder, form
-        self.dtype = form.dtype
+        self.dtype = "uint8" if form.vocabulary is None else "uint16" if form.vocabulary <= 2**16 else "uint32"
         self.crc32 = 0
         self.tokens = 0
         self._counts = np.zeros(form.vocabulary or 256, dtype=np.int64)  # of each token among the targets
@@ -243,20 +243,17 @@ class StoredSamples:
         self._joined = form.layout == "joined"
         self._count = max(0, last - first - 1) // form.length if self._joined else last - first
         name = "records.bin" if form.vocabulary is None else "tokens.bin"
-        self._tokens: Ids = _mapped(folder / name, form.dtype)
+        self._tokens: Ids = _mapped(folder / name, summary.dtype)
         self._counted = _mapped(folder / "counted.bin", "bool") if form.cut else None
         self._places = _array(folder / "documents.npy", (-1, 4))
-        bounds = {"documents.npy": (self._places[-1, 3], len(self._tokens)), "data.json": (summary.dtype, form.dtype)}
+        ends = {"documents.npy": (self._places[-1, 3], len(self._tokens)), "data.json": (first, min(first, last))}
         if self._counted is not None:
-            bounds["counted.bin"] = (len(self._counted), len(self._tokens))
+            ends["counted.bin"] = (len(self._counted), len(self._tokens))
         if not self._joined:
-            self._members, self._ends = (_array(folder / f"{name}.npy", (-1,)) for name in ("members", "sequences"))
-            bounds["sequences.npy"] = (self._ends[-1], len(self._members))
-        whole = len(self._tokens if self._joined else self._ends)
-        if wrong := [name for name, (one, other) in bounds.items() if one != other]:
-            raise ValueError(f"{wrong[0]} ends elsewhere than {name}")
-        if not 0 <= first <= last <= whole:
-            raise ValueError(f"data.json has a part from {first} to {last} of {whole}")
+            self._members, self._ends = (_array(folder / f"{stem}.npy", (-1,)) for stem in ("members", "sequences"))
+            ends["sequences.npy"] = (self._ends[-1], len(self._members))
+        if wrong := [file for file, (end, expected) in ends.items() if end != expected]:
+            raise ValueError(f"{wrong[0]} does not fit the other files")
 
     def __len__(self) -> int:
         return self._count
@@ -292,10 +289,8 @@ class StoredSamples:
     def _check(self, first: int, last: int) -> Ids:
         """Return the tokens of a range. Raises ValueError if they are not there, or not all of the tokenizer."""
         ids, size = self._tokens[first:last], self._form.vocabulary
-        if not 0 <= first < last == first + len(ids):
-            raise ValueError(f"documents.npy: tokens {first} to {last} of {len(self._tokens)}")
-        if size is not None and ids.max() >= size:
-            raise ValueError(f"tokens.bin: the token {ids.max()}, of {size} that the tokenizer has")
+        if not 0 <= first < last == first + len(ids) or (size is not None and ids.max() >= size):
+            raise ValueError(f"tokens.bin does not have tokens of the tokenizer at {first} to {last}")
         return ids
 
     def _kept(self, index: int, document: Document) -> Sample:

@@ -113,7 +113,7 @@ def check_settings(config: Config, ranks: int) -> Any:
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     trackers(config.log.to)
-    if config.model.architecture is None:
+    if config.model.architecture is None and not config.images:
         from_files(config)  # before the tokenizer, which transformers reads with it
     tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
     vocab_size = config.tokenizer.vocab_size
