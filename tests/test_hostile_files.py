@@ -256,7 +256,8 @@ DAMAGES: dict[str, Damage] = {
     "tokenizer: foreign code": table(
         "model/tokenizer_config.json",
         lambda t: t.update(tokenizer_class="Own", auto_map={"AutoTokenizer": [None, "proof.Proof"]}),
-        "tokenizer_config.json", "model.trust_remote_code",
+        "tokenizer_config.json",
+        "model.trust_remote_code",
     ),
     "weights: a lying header": Damage(
         lambda root: (root / WEIGHTS).write_bytes(struct.pack("<Q", 2**62) + (root / WEIGHTS).read_bytes()[8:]),
