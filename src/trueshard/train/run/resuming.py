@@ -33,7 +33,7 @@ FATAL = (
 
 
 FORM = {**dict.fromkeys(("config", "given", "identity", "architecture", "tightened"), dict), "overridden": list}
-"""What `config.json` holds, and what kind of value each is."""
+"""Key of `config.json` → the kind of its value."""
 
 
 @dataclass(frozen=True)
