@@ -153,6 +153,7 @@ def rollout(rank: int, world: int) -> list[dict[str, Any]]:
     return lines(rollouts, {})
 
 
+@pytest.mark.rest
 def test_a_rollout_that_asks_a_prompt_again_writes_its_groups(ranks2: Ranks) -> None:
     for found in ranks2.run(rollout):
         assert [(line["prompt"], line["group"]) for line in found] == [(0, i // 4) for i in range(12)]
@@ -259,6 +260,7 @@ def test_markup_is_shown_as_it_is_and_what_is_odd_is_marked(tab: chromium.Page) 
     assert tab.errors == []
 
 
+@pytest.mark.rest
 @in_a_browser
 def test_groups_of_a_prompt_in_a_step_are_shown_each(browser: chromium.Page, tmp_path: Path) -> None:
     lines = twice(tmp_path)

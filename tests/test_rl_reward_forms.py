@@ -80,6 +80,7 @@ def of_b(completions, **kwargs):
     assert "returned None for" in failure(lambda: make(text, "rewards.py:of_a").score(asked("b")))
 
 
+@pytest.mark.rest
 def test_a_column_that_only_some_records_have_is_none_for_the_others(make: Make) -> None:
     text = """
 def f(completions, task, **kwargs):
