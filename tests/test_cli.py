@@ -43,7 +43,7 @@ Refused = Callable[..., str]
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A valid configuration with a folder of text; each test breaks one thing."""
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("To shard or not to shard, that is the question.\n" * 40)
@@ -119,7 +119,7 @@ def test_wrong_numbers_of_processes(refused: Refused, options: str, parts: tuple
 
 
 def test_nproc_under_another_launcher(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "2")
     assert lacking(refused("--nproc", "2"), "--nproc 2", "srun", "--nproc") == []
 

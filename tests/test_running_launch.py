@@ -20,7 +20,7 @@ from messages import lacking, naming
 from running import end, project, run, start
 from trueshard.errors import UserError
 from trueshard.train.run.checks import LOCK, held
-from trueshard.train.run.world import agreed_store, launcher_of, meet, torch_variables
+from trueshard.train.run.world import agreed_store, check_srun, launcher_of, meet, torch_variables
 
 # Who has started a process
 
@@ -69,7 +69,8 @@ def test_node_list_that_cannot_be_read_is_one_line() -> None:
     [
         ({}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "srun"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}, "srun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, None),  # the script of a job
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE"),
     ],
@@ -77,6 +78,28 @@ def test_node_list_that_cannot_be_read_is_one_line() -> None:
 def test_launcher_is_known_by_the_environment(environment: dict[str, str], name: str | None) -> None:
     found = launcher_of(environment)
     assert found is None if name is None else name in str(found)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"SLURM_JOB_NUM_NODES": "2"},
+        {"SLURM_NTASKS": "8"},
+        {"SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_NUM_NODES": "1"},
+        {},
+    ],
+    ids=str,
+)
+def test_script_of_a_job_of_several_tasks_is_told_of_srun(job: dict[str, str]) -> None:
+    """With `SLURM_PROCID`, as in a script, or without it, as in a shell of `salloc`."""
+    for more in ({}, {"SLURM_PROCID": "0"}):
+        environment = {"SLURM_JOB_ID": "7", **job, **more}
+        check_srun(environment | {"SLURM_STEP_ID": "0"})
+        if not job:
+            check_srun(environment)  # one task
+            continue
+        with pytest.raises(UserError, match=naming("srun trueshard train", "--nproc")):
+            check_srun(environment)
 
 
 # Where ranks meet: a part of a store in which the dead have left their addresses

@@ -247,7 +247,14 @@ def test_srun_starts_workers(finished: tuple[Path, str], tmp_path: Path) -> None
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tasks = [
-        start(folder, SLURM_PROCID=str(task), SLURM_LOCALID=str(task), SLURM_NTASKS="2", MASTER_PORT=str(port))
+        start(
+            folder,
+            SLURM_STEP_ID="0",
+            SLURM_PROCID=str(task),
+            SLURM_LOCALID=str(task),
+            SLURM_NTASKS="2",
+            MASTER_PORT=str(port),
+        )
         for task in range(2)
     ]
     results = [end(task) for task in tasks]

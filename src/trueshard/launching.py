@@ -1,7 +1,8 @@
 """Start processes on this machine: N copies of a command, with a report of how each ended.
 
 - The processes are those of torch elastic's ``SubprocessContext``. Each is a session of its own, so that a Ctrl-C in a
-  terminal reaches the launcher alone. When one fails, the others get SIGTERM and, 30 seconds later, SIGKILL.
+  terminal reaches the launcher alone. When one fails, the others get SIGTERM and, 30 seconds later, SIGKILL. A process
+  that was stopped (SIGSTOP) is continued with every signal, on which it could not act otherwise.
 - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT that the launcher receives is passed on, and the processes have ``grace``
   seconds to end; a second one kills them. The caller learns of the signal from ``Ended``, not from an exception.
 - When the time limit has passed, each process prints the stacks of its threads and is killed.
@@ -52,7 +53,7 @@ class Ended:
     """The end of all processes."""
 
     codes: Mapping[int, int]
-    """Exit code by rank, below 0 for a signal, of every process that failed by itself: without those that got SIGTERM
+    """Exit code by rank, below 0 for a signal, of every process that failed by itself: without those that were ended
     because another one had failed. Empty if all succeeded, were stopped by a signal, or ran into the limit."""
     signal: int | None = None
     """The signal by which this process was asked to end."""
@@ -148,11 +149,15 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
 def _wait(context: Any, received: list[int], limit: float | None, grace: float) -> Ended:
     deadline = float("inf") if limit is None else time.monotonic() + limit
     while not received:
+        first = {rank for rank, handler in context.subprocess_handlers.items() if handler.proc.poll()}
+        if first:
+            _signal(context, signal.SIGCONT)
         result = context.wait(timeout=0)
         if result is not None:
-            # Elastic sends SIGTERM to those that are left when one fails.
+            # Elastic sends SIGTERM to those that are left when one fails, and then SIGKILL.
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            failed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+            ends = -signal.SIGTERM, -signal.SIGKILL
+            failed = {rank: code for rank, code in codes.items() if rank in first or code not in ends}
             return Ended(failed or codes, received[0] if received else None)
         if time.monotonic() > deadline:
             _signal(context, signal.SIGUSR1)
@@ -174,6 +179,7 @@ def _signal(context: Any, number: int) -> None:
     for pid in _running(context):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)
+            os.killpg(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,15 @@ def memory_of_process(processes: int) -> int:
     return min([memory_bytes() // processes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
 
 
+def memory_kills() -> int | None:
+    """Return how many processes the system has killed for want of memory since it started; None if it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
 def _limit(name: str) -> str:
     try:
         return (CGROUP / name).read_text(encoding="ascii").strip()

@@ -43,7 +43,7 @@ def agree_to_read(value: DTensor) -> None:
     if is_simulated(mesh):
         return
     world, store = dist.group.WORLD, _torch.store()
-    ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe())
+    ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe()) or "?"
     # Two models over the same ranks may run in threads, each on groups of its own. Ranks of a mesh of one dimension
     # share its group, and so its name.
     key = ranks, mesh.mesh_dim_names, mesh.get_group().group_name if mesh.ndim == 1 else ""

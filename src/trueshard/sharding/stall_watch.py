@@ -4,7 +4,8 @@
 know nothing of it: only a look from outside can tell. The thread reads the stack of the one that called ``shard()``, a
 few times in half a minute, and writes where that is to the store that the ranks were started with. Once a rank has
 waited in one collective for half a minute, one of those that wait logs a line that names the slowest; and once more
-shortly before the process group's time limit, which ends the run. A step itself does nothing for this.
+shortly before the process group's time limit, which ends the run. A rank that writes nothing for two looks does not
+answer: its process is stopped, or its machine lost. A step itself does nothing for this.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ LOOKS = 6
 
 _TORCH, _OWN = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 _COLLECTIVES = [f"{_TORCH}distributed{os.sep}{name}.py" for name in ("distributed_c10d", "_functional_collectives")]
+_COMMANDS = f"{_OWN}cli{os.sep}"
 _WAITS = {"agree_to_read"}
 """Functions of TrueShard that wait for the others without a collective."""
 _CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate"}
@@ -56,11 +59,14 @@ class Place:
     phase: str
     """``"forward"``, ``"backward"``, or the function that the user called: ``"step()"``, ``"save()"``."""
     line: str
-    """Line of the user's code."""
+    """Line of the user's code; empty: none."""
+    silent: str = ""
+    """Process that does not answer, and was here when it last did; empty: it answers."""
 
     def __str__(self) -> str:
         of = "" if self.unit is None else f" of unit {self.unit or '(root)'!r}"
         words = [f"in {self.collective}{of}" if self.collective else "", self.phase, self.line]
+        words[:0] = [f"does not answer ({self.silent} is stopped or lost), and was last"] if self.silent else []
         return ", ".join(filter(None, words))
 
 
@@ -90,23 +96,51 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
     patience = min(PATIENCE, limit / 3)
     pause, here, since = patience / LOOKS, None, time.monotonic()
     due: list[float] = []
+    asked: tuple[int, str, dict[int, Any]] | None = None
+    process, look = f"process {os.getpid()} on {socket.gethostname()}", 0
     try:
         while dist.group.WORLD is group:
-            place = place_of(sys._current_frames().get(thread), _torch.collectives_begun())
+            place, look = place_of(sys._current_frames().get(thread), _torch.collectives_begun()), look + 1
             waited = time.monotonic() - since
+            store.set(f"{_KEY}/{rank}", json.dumps([look, process, *dataclasses.astuple(place)]))
             if place != here:
-                store.set(f"{_KEY}/{rank}", json.dumps(dataclasses.astuple(place)))
-                here, since, due = place, time.monotonic(), [limit - 3 * pause, patience]
+                here, since, due, asked = place, time.monotonic(), [limit - 5 * pause, patience], None
+            elif asked is not None and look == asked[0] + 2:
+                words = described(_places(asked[2], _reports(store, ranks)))
+                logger.warning("ranks have waited for %.0f s: %s%s", waited, words, asked[1])
             elif place.collective and due and waited >= due[-1]:
+                if not _answers(store, 2 * pause):
+                    if rank == 1:  # of all, one says it; rank 0 has the store, where no launcher has it
+                        words = "rank 0 or its launcher does not answer (stopped or lost)"
+                        logger.warning("ranks have waited for %.0f s: %s; rank 1 %s", waited, words, here)
+                    return
                 end = f"; the time limit of {limit:.0f} s ends this run" if due.pop() != patience else ""
                 if store.add(f"{_KEY}/said/{place.calls}/{place.collective}/{end}", 1) == 1:  # of all, one says it
-                    keys = [f"{_KEY}/{number}" for number in range(ranks)]
-                    places = [Place(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
-                    words = described(dict(enumerate(places)))
-                    logger.warning("ranks have waited for %.0f s: %s%s", waited, words, end)
+                    asked = look, end, _reports(store, ranks)
             time.sleep(pause)
     except RuntimeError:  # the process with the store has ended
         return
+
+
+def _answers(store: Any, seconds: float) -> bool:
+    """Return whether the store answers. Each of its calls waits for ever if the process that has it is stopped."""
+    call = threading.Thread(target=store.check, args=([_KEY],), daemon=True)
+    call.start()
+    call.join(seconds)
+    return not call.is_alive()
+
+
+def _reports(store: Any, ranks: int) -> dict[int, Any]:
+    """Return what each rank has last written: number of its look, process, and place; None: nothing yet."""
+    keys = [f"{_KEY}/{rank}" for rank in range(ranks)]
+    return {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in enumerate(keys)}
+
+
+def _places(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Place | None]:
+    """Return the places of ``now``; who has not looked since ``before`` does not answer."""
+    placed = {rank: report and Place(*report[2:]) for rank, report in now.items()}
+    silent = [rank for rank, report in now.items() if report and before[rank] and report[0] == before[rank][0]]
+    return placed | {rank: dataclasses.replace(placed[rank], silent=now[rank][1]) for rank in silent}
 
 
 def place_of(frame: types.FrameType | None, calls: int) -> Place:
@@ -131,19 +165,25 @@ def described(places: Mapping[int, Place | None]) -> str:
     at: dict[Place | None, list[int]] = {}
     for rank, place in places.items():
         at.setdefault(place, []).append(rank)
-    # Who has begun fewer collectives is behind; of those with as many, who is in none.
-    order = sorted(at, key=lambda place: (-1, False) if place is None else (place.calls, bool(place.collective)))
+    # Who does not answer is behind, then who has begun fewer collectives; of those with as many, who is in none.
+    order = sorted(at, key=lambda p: (True, -1, False) if p is None else (not p.silent, p.calls, bool(p.collective)))
     words = [f"{_ranks(at[place])} {'has not called shard()' if place is None else place}" for place in order]
-    words[0] += " (slowest)" if len(words) > 1 else ""
+    words[0] += " (slowest)" if len(words) > 1 and not (order[0] and order[0].silent) else ""
     return "; ".join(words)
 
 
 def user_line(frame: types.FrameType | None) -> str:
-    """Return ``file:line`` of the innermost frame that is not torch's or TrueShard's; ``?`` if there is none."""
+    """Return ``file:line`` of the innermost frame that is not torch's or TrueShard's; "" if there is none.
+
+    What has called a command of TrueShard's is not the user's either.
+    """
     for outer, line in traceback.walk_stack(frame) if frame else ():
-        if not outer.f_code.co_filename.startswith((_TORCH, _OWN)):
-            return f"{os.path.basename(outer.f_code.co_filename)}:{line}"
-    return "?"
+        file = outer.f_code.co_filename
+        if file.startswith(_COMMANDS):
+            break
+        if not file.startswith((_TORCH, _OWN)):
+            return f"{os.path.basename(file)}:{line}"
+    return ""
 
 
 def _ranks(ranks: list[int]) -> str:

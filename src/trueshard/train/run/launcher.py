@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from trueshard.errors import UserError, explained
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
+from trueshard.machine import memory_kills
 from trueshard.train.config import Config
 from trueshard.train.run import checks
 from trueshard.train.run.worker import OUT_OF_MEMORY, work
-from trueshard.train.run.world import RUN_ID, launcher_of
+from trueshard.train.run.world import RUN_ID, check_srun, launcher_of
 
 if TYPE_CHECKING:
     from trueshard.train.run.replay import Replayed
@@ -52,6 +53,8 @@ def start(
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
         work(config, override=override, profile=profile, replayed=replayed)
+    if nproc is None:
+        check_srun(os.environ)
     nproc = checks.process_count(nproc, cpu_processes)
     with checks.held(config.run.folder):
         ready = checks.check(config, nproc, override=override)
@@ -72,6 +75,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     restarts, most = 0, ready.config.run.restarts
     while True:
+        kills = memory_kills()
         ended = _launch(command, nproc)
         codes = ended.codes.values()
         if ended.signal is not None:
@@ -89,10 +93,10 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
             continue
         if final != FAILED:
             return final
-        why = _killed(ended)
+        why = _killed(ended, kills)
         if restarts == most:
             if why:
-                _say(why)
+                _say(f"{why}; {_going_on(ready.config)}")
             return FAILED
         restarts += 1
         _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {most})")
@@ -113,13 +117,20 @@ def _launch(arguments: Sequence[str], nproc: int) -> Ended:
     return run_ranks(command, nproc, environment=environment, grace=STOP_GRACE)
 
 
-def _killed(ended: Ended) -> str:
-    """Say which ranks were ended by a signal, and so could not say it themselves."""
+def _killed(ended: Ended, kills: int | None) -> str:
+    """Say which ranks were ended by a signal, and so could not say it themselves; ``kills``: those before the run."""
+    is_short = kills is None or memory_kills() != kills
+    sender = "the machine may have run out of memory" if is_short else "from outside: the system killed none for memory"
     return "; ".join(
-        f"rank {rank} {how(code)}" + (" (the machine may have run out of memory)" if code == -signal.SIGKILL else "")
+        f"rank {rank} {how(code)}" + (f" ({sender})" if code == -signal.SIGKILL else "")
         for rank, code in ended.codes.items()
         if code < 0
     )
+
+
+def _going_on(config: Config) -> str:
+    newest = checks.checkpoints_of(config).latest()
+    return f"the same command goes on from {newest}" if newest else "there is no checkpoint: it begins again"
 
 
 def _say(line: str) -> None:

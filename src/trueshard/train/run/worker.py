@@ -1,6 +1,6 @@
 """One rank of a run: join the others, check, train, and end so that no rank waits and only the cause is printed.
 
-- The first SIGINT, SIGTERM or SIGHUP sets a flag that the loop reads between steps, so that it can save; a second one,
+- The first SIGINT, SIGTERM or SIGHUP sets a flag that the loop reads between steps, so that it can save; a later one,
   or one before the first step, ends the process at once. A worker whose launcher has died stops by itself.
 - When a rank fails, the others fail after it, in a collective that lost its peer. These errors, and those that rank 0
   reports as well, are held back for `HOLD_BACK` seconds, in which the launcher ends the process.
@@ -45,6 +45,9 @@ DATA_LIMIT = datetime.timedelta(days=1)
 """Time limit of the other ranks while rank 0 makes the data."""
 REMEDY_LIMIT = 300.0
 """Seconds that ranks wait for the one that looks for a remedy."""
+ONE_STOP = 2.0
+"""Seconds in which a second signal is the first one once more: Slurm signals a launcher and its ranks, and the launcher
+passes it on."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,6 +59,7 @@ class StopRequest:
         """True if a signal has come since `requested` was first called."""
         # Until the loop asks for the first time, a signal ends the process at once: there is nothing to save.
         self._handles_signals = False
+        self._since = 0.0
         # A worker whose launcher was killed has another parent, since nobody else would end it.
         self._parent = os.getppid()
         for number in SIGNALS:
@@ -70,9 +74,11 @@ class StopRequest:
         return self.signalled or os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signalled = True
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        if not self.signalled:
+            self.signalled, self._since = True, time.monotonic()
+        elif time.monotonic() - self._since > ONE_STOP:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 @dataclass
@@ -130,6 +136,8 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
             stop = worker.stop.requested
             code = train(ready, world.device, stop, profile=worker.profile, override=worker.override)
         dist.destroy_process_group()
+        if code == STOPPED and world.by_one_torchrun:
+            return _End(0)
         return _End(code, is_final=code == STOPPED)
     except UserError as error:
         return _End(USER_ERROR, f"trueshard: {printed(error)}", hold_back=worker.rank != 0, is_final=True)

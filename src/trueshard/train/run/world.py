@@ -39,13 +39,27 @@ class World:
     """True if our own launcher started it and says what a worker leaves to it."""
     ends_agent: bool = False
     """True if a torchrun started it that would start it again after any failure."""
+    by_one_torchrun: bool = False
+    """True if one torchrun started all ranks: to stop is no failure to it if all exit with 0. One of several would wait
+    for those that were asked to stop."""
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
     """Return the program that started this process as a worker; None if it was started by hand."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher that set RANK and WORLD_SIZE"
-    return "srun" if "SLURM_PROCID" in environment and _slurm_tasks(environment) > 1 else None
+    return "srun" if "SLURM_STEP_ID" in environment and _slurm_tasks(environment) > 1 else None
+
+
+def check_srun(environment: Mapping[str, str]) -> None:
+    """Raise `UserError` in the script of a job of several tasks, whose variables look like those of its first task."""
+    nodes, on_each = (int(environment.get(f"SLURM_{key}", "1")) for key in ("JOB_NUM_NODES", "NTASKS_PER_NODE"))
+    tasks = max(_slurm_tasks(environment), nodes * on_each)
+    if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment and tasks > 1:
+        raise UserError(
+            f"Slurm has given this job {tasks} tasks on {nodes} nodes, and srun has not started this process: write "
+            "`srun trueshard train …`, or --nproc N for N processes on this node alone"
+        )
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +121,8 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
         store = agreed_store(store, rank, size, timeout)
     ensure_process_group(limit, store)
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return World(rank, size, local_size, device, is_ours, ends_agent=count < most)
+    by_one = "TORCHELASTIC_RUN_ID" in environment and not is_ours and local_size == size
+    return World(rank, size, local_size, device, is_ours, ends_agent=count < most, by_one_torchrun=by_one)
 
 
 def meet(environment: Mapping[str, str], rank: int, timeout: float, *, holds: bool) -> dist.Store:
