@@ -7,15 +7,18 @@ Checkpoints have tables of their own: tests/test_checkpoint_damaged.py. Below: v
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ import forks
 from damage import tree
 from messages import lacking
 from running import environment
+from trueshard.errors import UserError
 
 CONFIG = """
 [run]
@@ -415,3 +419,38 @@ def test_what_is_damaged_ends_in_one_line(name: str, projects: Callable[[bool], 
     assert changed <= {"run/config.json", "run/plan.json"}, changed  # which a start replaces, whole
     assert not [path for path in {*after} - {*before} if "/." in path or path in ("proof", "out")]
     assert (root / "precious").read_text() == "precious"
+
+
+# ---- Values of another kind.
+
+OTHERS: tuple[Any, ...] = (7, -1, "x", [], {}, None, True, [3], {"a": 1}, 2.5)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values inside a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    "name", [MODEL, TOKENIZER, "model/tokenizer_config.json", "run/data/data.json", "run/config.json"]
+)
+def test_a_value_of_another_kind_is_refused_or_harmless(
+    name: str, projects: Callable[[bool], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trueshard.train.parse import load_config
+    from trueshard.train.run import checks
+
+    root = shutil.copytree(projects(True), tmp_path / "project", symlinks=True)
+    monkeypatch.chdir(root)
+    text, chance = Path(name).read_text(), random.Random(0)
+    known = [path for path in places(json.loads(text)) if "vocab" not in path[:-1]]
+    for path in chance.sample(known, min(30, len(known))):
+        value = json.loads(text)
+        inner = functools.reduce(lambda table, key: table[key], path[:-1], value)
+        inner[path[-1]] = chance.choice(OTHERS)
+        Path(name).write_text(json.dumps(value))
+        with contextlib.suppress(UserError):
+            checks.check(load_config(Path("train.toml"), []), 1)
