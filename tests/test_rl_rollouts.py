@@ -109,6 +109,7 @@ def trained(
         measured = {k: v for k, v in rollouts.measures.items() if not k.startswith("seconds")}
         found["measures"].append(measured | rollouts.loss.measures())
         found["samples"] |= {sample.name: sample.tokens for sample in rollouts.current.samples}
+        assert [scored.sample for scored in rollouts.current.scored] == rollouts.current.samples
     found["state"] = rollouts.state_dict()
     found["weights"] = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()

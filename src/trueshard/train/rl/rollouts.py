@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,12 @@ _LISTS = {
 """Fields of a sample that are tensors in a checkpoint."""
 
 
+class Scored(NamedTuple):
+    """A sample in the form of an earlier release."""
+
+    sample: Sample
+
+
 @dataclass
 class Rollout:
     """The samples of one rollout."""
@@ -65,6 +71,11 @@ class Rollout:
     """Prompts answered in place of others."""
     equal: int = 0
     """Groups whose rewards were all equal."""
+
+    @property
+    def scored(self) -> list[Scored]:
+        """``samples`` as ``[i].sample``, which programs of one's own read before they were one record."""
+        return [Scored(sample) for sample in self.samples]
 
     def minibatches(self, updates: int, size: int) -> list[list[Sample]]:
         """Return the samples of each step: whole groups of ``size``, in their order, as evenly as can be."""
