@@ -367,7 +367,7 @@ def test_transforms_are_known() -> None:
 @on_ranks(2)
 def test_numbers(rank: int, world_size: int) -> None:
     """Numbers read from DTensors, and random ones drawn into them; the store of the default group."""
-    mesh, read = init_device_mesh("cpu", (world_size,)), []
+    mesh, read, met = init_device_mesh("cpu", (world_size,)), [], list[Any]()
     pairs = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     _torch.limit_alike(pairs)
     limits = [_torch.timeout_of(pairs.get_group(dim)) for dim in range(2)]
@@ -375,6 +375,7 @@ def test_numbers(rank: int, world_size: int) -> None:
     given: list[Any] = []
     undo = _torch.together(
         _torch.read_numbers_of_the_whole(is_any, read.append),
+        _torch.gather_after(is_any, met.append),
         _torch.draw_as_one_device(is_any),
         _torch.assign_data_with(is_any, lambda *pair: given.append(pair)),
         _torch.take_plain_tensors(is_any, lambda _: None, lambda value: value.full_tensor()),
@@ -388,6 +389,7 @@ def test_numbers(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     assert torch.equal(tensor.normal_().full_tensor(), torch.empty(4).normal_(generator=torch.manual_seed(0)))
     undo()
+    assert len(met) >= 2
     assert tensor.sum().item() != 6.0
     assert len(read) == 3
     _torch.store().set(f"numbers/{rank}", "here")

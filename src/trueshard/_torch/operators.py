@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from trueshard._torch.capabilities import IS_2_11
+from trueshard._torch.modules import in_backward
 from trueshard._torch.patches import Undo, replace, together
 from trueshard._torch.tensors import local
 
@@ -183,6 +184,19 @@ def read_numbers_of_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Un
 
     undo = handle([_aten._local_scalar_dense.default], read, ours, missing=False)
     return together(undo, replace(DTensor, "__format__", formatted))
+
+
+def gather_after(ours: Ours, meet: Callable[[DTensor], Any]) -> Undo:
+    """Call ``meet`` before ``full_tensor()`` of a DTensor gathers, which some ranks may call alone."""
+    inner: Any = DTensor.full_tensor
+
+    @functools.wraps(inner)
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if ours(self) and not torch.compiler.is_compiling() and not in_backward():
+            meet(self)
+        return inner(self, *args, **kwargs)
+
+    return replace(DTensor, "full_tensor", full_tensor)
 
 
 def assign_data_with(ours: Ours, assign: Callable[[DTensor, torch.Tensor], None]) -> Undo:

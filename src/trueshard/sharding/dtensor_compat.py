@@ -24,6 +24,7 @@ from trueshard import _torch
 from trueshard.distributed import all_reduce, is_simulated
 from trueshard.model import names, registry
 from trueshard.sharding.hooks import Runtime
+from trueshard.sharding.meeting import meet
 from trueshard.sharding.stall_watch import time_limit, user_line
 
 _PAUSES = 0.0005, 0.05
@@ -66,6 +67,12 @@ def agree_to_read(value: DTensor) -> None:
             raise RuntimeError(_words(site, f"rank {rank} reads one at {text.decode().partition('|')[0]}"))
     # Whoever is here has left the read before it.
     store.delete_key(f"{place}/{counts[key] - 1}/{mine}")
+
+
+def meet_to_gather(value: DTensor) -> None:
+    """Return when every rank that holds another part of a tensor calls ``full_tensor()`` of one like it."""
+    dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+    meet(f"full_tensor() of {tuple(value.shape)}", value.device_mesh, dims)
 
 
 class WholeNumber(torch.autograd.Function):

@@ -209,6 +209,7 @@ def gather_each(runtime: Runtime, units: Iterable[ShardedModule]) -> Iterator[Sh
 
     What the forward of a pass left gathered for its backward stays so.
     """
+    runtime.meet("gathering of the model")
     settle(runtime)
     before = runtime.memory.now()
     for unit in units:

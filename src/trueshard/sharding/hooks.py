@@ -51,6 +51,7 @@ from trueshard.plans import Plan
 from trueshard.sharding.exact import ExactSums
 from trueshard.sharding.gathered_units import GatheredUnits
 from trueshard.sharding.gradients import HookedParameters, Usage, call_after_gradient
+from trueshard.sharding.meeting import meet
 from trueshard.sharding.replicated import WholeParameter, average_gradients
 
 KEY = "_trueshard"
@@ -193,8 +194,16 @@ class Runtime(ShardedModel):
             if trial is not None and torch.is_grad_enabled() and method and (method, training) not in trial.asked:
                 tried = trial.ask(method, args, kwargs or {}, training)
                 self.plan = dataclasses.replace(self.plan, tried=(*self.plan.tried, tried))
+            if method and not torch.is_grad_enabled() and not self.is_in(State.SHARED):
+                self.meet(f"{method}() without gradients")
             self._begin_outermost()
         self.states.append(State.PASS)
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks that share one copy of the model are about to do ``what``; see ``meeting``."""
+        mesh = self.axes.all
+        copies = 0 if "replicate" in self.axes.sizes else None
+        meet(what, mesh, [dim for dim in range(mesh.ndim) if dim != copies])
 
     def _begin_outermost(self) -> None:
         if _torch.refuses_transforms():
@@ -245,6 +254,8 @@ class Runtime(ShardedModel):
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             before = set(self.memory.now())
+            if not self.states:
+                self.meet(f"{method}()")
             self.states.append(State.SHARED)
             try:
                 return function(*args, **kwargs)

@@ -23,6 +23,7 @@ from trueshard.sharding.dtensor_compat import (
     check_functional_call,
     differentiate,
     explain_mixed,
+    meet_to_gather,
 )
 from trueshard.sharding.stages import keep_gradients
 
@@ -102,6 +103,12 @@ PATCHES = (
         "give the number of the whole, on every rank",
         "the number (`p.norm()`) is a new DTensor, which no attribute of `p` reaches",
         lambda: _torch.read_numbers_of_the_whole(is_ours, agree_to_read),
+    ),
+    Patch(
+        "`DTensor.full_tensor()`",
+        "says so where some ranks call it alone",
+        "gradients and results (`p.norm()`) are plain DTensors, whatever class a parameter has",
+        lambda: _torch.gather_after(is_ours, meet_to_gather),
     ),
     Patch(
         "DTensor's random operators",

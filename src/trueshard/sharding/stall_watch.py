@@ -10,6 +10,7 @@ answer: its process is stopped, or its machine lost. A step itself does nothing 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -40,7 +41,7 @@ _COLLECTIVES = [f"{_TORCH}distributed{os.sep}{name}.py" for name in ("distribute
 _COMMANDS = f"{_OWN}cli{os.sep}"
 _WAITS = {"agree_to_read"}
 """Functions of TrueShard that wait for the others without a collective."""
-_CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate"}
+_CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate", "full_tensor", "gathered"}
 """Functions for users that have collectives and are neither forward nor backward."""
 _KEY = "trueshard/waiting"
 _watched: Any = None
@@ -181,7 +182,7 @@ def user_line(frame: types.FrameType | None) -> str:
         file = outer.f_code.co_filename
         if file.startswith(_COMMANDS):
             break
-        if not file.startswith((_TORCH, _OWN)):
+        if not file.startswith((_TORCH, _OWN)) and file != contextlib.__file__:  # which enters our own for the user
             return f"{os.path.basename(file)}:{line}"
     return ""
 
