@@ -20,7 +20,7 @@ from messages import naming
 from models.handmade import Stack
 from parity import Ranks
 from resting import all_but
-from trueshard.sharding.meeting import meet
+from trueshard.sharding.meeting import meet_to_gather
 
 
 def stack(mesh: DeviceMesh | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -89,7 +89,7 @@ def test_a_call_on_one_rank_alone_names_itself(call: str, others: str, tmp_path:
 def test_ranks_that_call_different_things_are_both_told(rank: int, world_size: int) -> None:
     model, _ = stack()
     weight: Any = next(iter(model.parameters()))
-    with pytest.raises(RuntimeError, match=naming("some do something else", "all ranks")):
+    with pytest.raises(RuntimeError, match=naming("something else", "all ranks")):
         evaluate(model) if rank else weight.full_tensor()
     assert torch.isfinite(evaluate(model)).all()  # the model goes on
 
@@ -108,11 +108,11 @@ def test_a_step_of_training_does_not_meet(rank: int, world_size: int) -> None:
     model, optimizer = stack()
     with pytest.MonkeyPatch.context() as patch:
         for place in ("hooks", "dtensor_compat"):
-            patch.setattr(f"trueshard.sharding.{place}.meet", lambda *_: pytest.fail("ranks met"))
+            patch.setattr(f"trueshard.sharding.{place}.meet_to_gather", lambda *_: pytest.fail("ranks met"))
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
             trueshard.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    meet("a part that one rank has", mesh, [0])  # nobody to meet
+    meet_to_gather("a part that one rank has", mesh, [0])  # nobody to meet

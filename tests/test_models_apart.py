@@ -152,7 +152,7 @@ OF_THE_PROCESS = {
     "model.registry._models",
     "model.registry._numbers",
     "model.registry._installed",
-    "sharding.dtensor_compat._reads",
+    "sharding.meeting._meetings",
 }
 
 

@@ -7,31 +7,20 @@ others do next, and give a wrong number or wait for ever.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from trueshard import _torch
-from trueshard.distributed import all_reduce, is_simulated
+from trueshard.distributed import all_reduce
 from trueshard.model import names, registry
 from trueshard.sharding.hooks import Runtime
-from trueshard.sharding.meeting import meet
-from trueshard.sharding.stall_watch import time_limit, user_line
-
-_PAUSES = 0.0005, 0.05
-"""Seconds between two looks whether all ranks read: the first, and the longest, to which they double."""
-_reads: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
-"""Default process group → what tells a mesh → number of reads so far. It belongs to the mesh, as the sequence numbers
-of its process groups do, and to no model: which models a rank still holds depends on when Python frees them."""
+from trueshard.sharding.meeting import meet, meet_to_gather
+from trueshard.sharding.stall_watch import user_line
 
 
 def agree_to_read(value: DTensor) -> None:
@@ -40,39 +29,17 @@ def agree_to_read(value: DTensor) -> None:
     Raises:
         RuntimeError: a rank reads another, or none until the process group's time limit.
     """
-    mesh = value.device_mesh
-    if is_simulated(mesh):
-        return
-    world, store = dist.group.WORLD, _torch.store()
-    ranks, mine, site = tuple(mesh.mesh.flatten().tolist()), dist.get_rank(), user_line(sys._getframe()) or "?"
-    # Two models over the same ranks may run in threads, each on groups of its own. Ranks of a mesh of one dimension
-    # share its group, and so its name.
-    key = ranks, mesh.mesh_dim_names, mesh.get_group().group_name if mesh.ndim == 1 else ""
-    counts = _reads.setdefault(world, Counter())
-    counts[key] += 1
-    place = f"trueshard/read/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    keys = {rank: f"{place}/{counts[key]}/{rank}" for rank in ranks}
-    store.set(keys[mine], f"{site}|{tuple(value.shape)}|{value.dtype}|{value.placements}")
-    deadline, pause = time.monotonic() + time_limit(world).total_seconds(), _PAUSES[0]
-    # Not store.wait(): it would hold the one connection to the store, and so the reads of other threads.
-    while not store.check(list(keys.values())):
-        if time.monotonic() > deadline:
-            missing = [rank for rank in ranks if not store.check([keys[rank]])]
-            raise RuntimeError(_words(site, f"ranks {missing} read none"))
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
-    texts = dict(zip(ranks, store.multi_get(list(keys.values())), strict=True))
-    for rank, text in texts.items():
-        if text != texts[mine]:
-            raise RuntimeError(_words(site, f"rank {rank} reads one at {text.decode().partition('|')[0]}"))
-    # Whoever is here has left the read before it.
-    store.delete_key(f"{place}/{counts[key] - 1}/{mine}")
+    mesh, site = value.device_mesh, user_line(sys._getframe()) or "?"
+    text = f"a number at {site}, of {tuple(value.shape)}, {value.dtype}, {value.placements}"
+    start = f"at {site} this rank reads a number of a sharded tensor, of which each rank has a part, and "
+    end = "call full_tensor() on every rank, outside `if rank == 0`, and read the number of what it returns"
+    meet(text, mesh, range(mesh.ndim), lambda problem: f"{start}{problem}: {end}")
 
 
-def meet_to_gather(value: DTensor) -> None:
+def agree_to_gather(value: DTensor) -> None:
     """Return when every rank that holds another part of a tensor calls ``full_tensor()`` of one like it."""
     dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-    meet(f"full_tensor() of {tuple(value.shape)}", value.device_mesh, dims)
+    meet_to_gather(f"full_tensor() of {tuple(value.shape)}", value.device_mesh, dims)
 
 
 class WholeNumber(torch.autograd.Function):
@@ -197,10 +164,3 @@ def explain_mixed(value: DTensor) -> str:
                     "automatic choice (or beside what you named); outside of a pass, call full_tensor() on every rank"
                 )
     return "a sharded tensor meets a plain one: call full_tensor() on it, on every rank"
-
-
-def _words(site: str, others: str) -> str:
-    return (
-        f"at {site} this rank reads a number of a sharded tensor, of which each rank has a part, and {others}: call "
-        "full_tensor() on every rank, outside `if rank == 0`, and read the number of what it returns"
-    )

@@ -51,7 +51,7 @@ from trueshard.plans import Plan
 from trueshard.sharding.exact import ExactSums
 from trueshard.sharding.gathered_units import GatheredUnits
 from trueshard.sharding.gradients import HookedParameters, Usage, call_after_gradient
-from trueshard.sharding.meeting import meet
+from trueshard.sharding.meeting import meet_to_gather
 from trueshard.sharding.replicated import WholeParameter, average_gradients
 
 KEY = "_trueshard"
@@ -203,7 +203,7 @@ class Runtime(ShardedModel):
         """Return when all ranks that share one copy of the model are about to do ``what``; see ``meeting``."""
         mesh = self.axes.all
         copies = 0 if "replicate" in self.axes.sizes else None
-        meet(what, mesh, [dim for dim in range(mesh.ndim) if dim != copies])
+        meet_to_gather(what, mesh, [dim for dim in range(mesh.ndim) if dim != copies])
 
     def _begin_outermost(self) -> None:
         if _torch.refuses_transforms():

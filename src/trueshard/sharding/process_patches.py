@@ -18,12 +18,12 @@ from trueshard.optim import stepping
 from trueshard.sharding import additions
 from trueshard.sharding.dtensor_compat import (
     WholeNumber,
+    agree_to_gather,
     agree_to_read,
     assign_data,
     check_functional_call,
     differentiate,
     explain_mixed,
-    meet_to_gather,
 )
 from trueshard.sharding.stages import keep_gradients
 
@@ -108,7 +108,7 @@ PATCHES = (
         "`DTensor.full_tensor()`",
         "says so where some ranks call it alone",
         "gradients and results (`p.norm()`) are plain DTensors, whatever class a parameter has",
-        lambda: _torch.gather_after(is_ours, meet_to_gather),
+        lambda: _torch.gather_after(is_ours, agree_to_gather),
     ),
     Patch(
         "DTensor's random operators",

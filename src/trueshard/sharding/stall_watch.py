@@ -39,7 +39,7 @@ LOOKS = 6
 _TORCH, _OWN = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 _COLLECTIVES = [f"{_TORCH}distributed{os.sep}{name}.py" for name in ("distributed_c10d", "_functional_collectives")]
 _COMMANDS = f"{_OWN}cli{os.sep}"
-_WAITS = {"agree_to_read"}
+_WAITS = {"meet"}
 """Functions of TrueShard that wait for the others without a collective."""
 _CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate", "full_tensor", "gathered"}
 """Functions for users that have collectives and are neither forward nor backward."""
