@@ -241,6 +241,7 @@ def test_what_once_was_not_documented(name: str, saved: Path, copied: Path, read
     reader.read(copied, saved)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("to", ["hf", "safetensors", "dcp"])
 def test_an_export_of_changed_values_writes_where_it_was_told(
     to: str, saved: Path, copied: Path, examples: Examples

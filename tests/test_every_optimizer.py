@@ -18,21 +18,15 @@ from optimizer_catalogue import LIBRARIES, entries
 from optimizer_trial import BATCH, Sweep, moved
 from parity import Pool
 
-REPRESENTATIVE = (
-    "Lamb",  # a norm over each parameter
-    "ScheduleFreeAdamW",  # moves parameters outside of step()
-)
-"""Beside torch.optim, in `make test`; state that is quantized is held in ``test_quantized_optimizers.py``."""
 WAYS = ("on shards", "by owner", "on shards and by owner")
 """Outcomes, as the page has them, of what steps."""
-OPTIONS_OF_THE_REST = ("foreach=", "maximize=", "capturable=", "differentiable=")
+OPTIONS_OF_THE_REST = ("fused=", "foreach=", "maximize=", "capturable=", "differentiable=")
 """Of torch.optim."""
 
 
 def is_quick(library: str, name: str) -> bool:
-    if library == "torch.optim":
-        return not any(option in name for option in OPTIONS_OF_THE_REST)
-    return name in REPRESENTATIVE
+    """Torch's own are held in `make test`; ways to step of others in ``test_classify.py``, on rules of every kind."""
+    return library == "torch.optim" and not any(option in name for option in OPTIONS_OF_THE_REST)
 
 
 def kind(library: str, name: str) -> tuple[Any, ...]:

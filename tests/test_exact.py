@@ -55,13 +55,14 @@ def cells() -> list[Any]:
     quick = pytest.param("gpt2_with_dropout", "bfloat16", 8, LAYOUTS[8][:1], 3)
     # All layouts meet all models: some in the one dtype, and the others in the other.
     rest = [
-        pytest.param(name, dtype, count, LAYOUTS[count], 5, marks=pytest.mark.rest)
+        pytest.param(name, dtype, count, LAYOUTS[count], 5)
         for place, name in enumerate(OF_THE_MATRIX)
         for dtype, count in zip(ARITHMETIC, (8, 6) if place % 2 else (6, 8), strict=True)
     ]
     return [quick, *rest]
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "dtype", "microbatches", "layouts", "steps"), cells())
 def test_no_option_of_memory_changes_a_bit(
@@ -114,6 +115,7 @@ def too_large(rank: int, world_size: int, factor: float) -> None:
     (factor * summed_loss(model, 0, rank)).backward()
 
 
+@pytest.mark.rest
 def test_a_gradient_beyond_the_range_is_an_error_that_names_the_parameter(ranks2: Ranks) -> None:
     ranks2.run(too_large, 1.0)
     for message in ranks2.raises(too_large, 1e6, match="OverflowError"):

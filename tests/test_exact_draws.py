@@ -87,9 +87,10 @@ def train(
         return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("langevin", torch.float32), pytest.param("rounding", torch.bfloat16, marks=pytest.mark.rest)],
+    [("langevin", torch.float32), ("rounding", torch.bfloat16)],
 )
 def test_draws_follow_from_seed_step_parameter_and_element(
     name: str, dtype: torch.dtype, alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path

@@ -165,6 +165,7 @@ def test_what_a_run_does_not_have_is_not_named() -> None:
 # Files
 
 
+@pytest.mark.rest
 def test_one_run_s_curves_lie_in_its_folder(two: list[Path]) -> None:
     made = plot([two[0]])
     assert made == [two[0] / "curves.png", two[0] / "curves.html"]

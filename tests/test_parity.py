@@ -108,7 +108,7 @@ def test_each_run_starts_from_a_clean_state(own: Pool) -> None:
 @pytest.mark.parametrize(
     ("how", "says", "limit"),
     [
-        ("raises", "ValueError: no luck on rank 1", 6.0),
+        pytest.param("raises", "ValueError: no luck on rank 1", 6.0, marks=pytest.mark.rest),
         ("leaves", "rank 1 died with exit code 1", 6.0),
         ("is killed", "rank 1 died with signal SIGKILL", 6.0),
         pytest.param("hangs", "rank 1 did not end", 2.0, marks=pytest.mark.rest),

@@ -167,6 +167,7 @@ def test_shard_plans_on_its_mesh(ranks4: Ranks) -> None:
     assert (told["tensor"], told["ranks"]) == (2, [2])
 
 
+@pytest.mark.rest
 def test_a_plan_of_axes_is_applied_and_forecast_again() -> None:
     words: dict[str, Any] = {"ranks": 8, "tensor": 2, "batch": (2, 64), "activation_checkpointing": "none"}
     plan = trueshard.plan(lambda: llama(2), reshard_after_forward="default", **words)

@@ -114,7 +114,8 @@ def test_two_ranks(name: str, ranks2: Ranks) -> None:
     hold(ranks2, TWO[name], name)
 
 
-@pytest.mark.parametrize("name", all_but(["llama, uneven"], THREE))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", THREE)
 def test_three_ranks(name: str, ranks3: Ranks) -> None:
     hold(ranks3, THREE[name], name)
 

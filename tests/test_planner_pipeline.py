@@ -161,6 +161,7 @@ def forecast(**words: Any) -> trueshard.plans.Forecast:
     return found
 
 
+@pytest.mark.rest
 def test_a_pipeline_is_forecast_and_its_tokens_count_once() -> None:
     found = forecast(tensor=2)
     assert (found.pipeline, found.schedule, found.virtual) == (2, "1f1b", 1)

@@ -238,6 +238,7 @@ def test_errors_are_raised_as_they_are() -> None:
         process.call(f"{__name__}:raises", "held")
 
 
+@pytest.mark.rest
 def test_where_nothing_fits_the_study_comes_back() -> None:
     with pytest.raises(trueshard.NothingFits) as caught:
         trueshard.plan(make, **FIXED | {"memory": 1 << 10, "reshard_after_forward": "auto"})

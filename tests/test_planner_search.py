@@ -146,13 +146,14 @@ def every_plan(request: Space, simulated: Remembered) -> Iterator[tuple[float, i
 ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing": "none"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("trained", "fixed", "global_batch"),
     [
-        pytest.param(tower(1), {}, None, marks=pytest.mark.rest),
+        (tower(1), {}, None),
         (tower(1, WORDS), NONE, None),
-        pytest.param(tower(1), ALWAYS, 16, marks=pytest.mark.rest),
-        pytest.param(tower(2), ALWAYS, None, marks=pytest.mark.rest),
+        (tower(1), ALWAYS, 16),
+        (tower(2), ALWAYS, None),
     ],
     ids=["all choices", "with an embedding", "two microbatches", "several blocks"],
 )

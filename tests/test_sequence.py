@@ -16,7 +16,6 @@ from cases import on_ranks, raises_on_ranks
 from gathering import gradients
 from messages import naming
 from parity import Ranks
-from resting import all_but
 from tensor_models import SIZES, distance, far_apart, in_float64, llama, optimizers, train
 from trueshard.model.names import Index
 from trueshard.model.regions import rows_of
@@ -97,7 +96,8 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("count", "name", "words"), all_but([(3, "gemma", {})], TRAINED, unpack=True))
+@pytest.mark.rest
+@pytest.mark.parametrize(("count", "name", "words"), TRAINED)
 def test_the_last_norm_is_on_parts_and_trains_the_same(
     count: int, name: str, words: dict[str, Any], ranks2: Ranks, ranks3: Ranks, ranks4: Ranks
 ) -> None:

@@ -114,6 +114,7 @@ def test_state_that_is_written_to_between_steps_is_taken_up(rank: int, world_siz
 # Which parameters, and when
 
 
+@pytest.mark.rest
 @as_on_one_device()
 def test_groups_come_and_go_after_sharding(rank: int, world_size: int) -> Any:
     """Groups that come after sharding, and one that goes: settings and state stay with their parameters."""

@@ -281,6 +281,7 @@ def in_parts(rank: int, world_size: int, name: str, ways: tuple[str, ...]) -> di
 EVERY = ("none", "full", "selective")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
@@ -512,6 +513,7 @@ def losses(rank: int, world_size: int, tensor: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.rest
 def test_losses_at_a_head_whose_vocabulary_is_shared(alone: Ranks, ranks2: Ranks) -> None:
     (expected,) = alone.run(losses, 0)
     for found in ranks2.run(losses, 2):

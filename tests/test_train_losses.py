@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trueshard
 from messages import naming
 from parity import Ranks, assert_same
-from resting import all_but
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, summed
@@ -471,7 +470,8 @@ def measured(rank: int, world: int, lora: bool, microbatches: int) -> list[dict[
     return [plain, loss.measures(), loss.measures()]
 
 
-@pytest.mark.parametrize("lora", all_but([False], [False, True]))
+@pytest.mark.rest
+@pytest.mark.parametrize("lora", [False, True])
 def test_rewards_of_preferences_are_those_of_the_global_batch(
     lora: bool, alone: Ranks, ranks2: Ranks, ranks3: Ranks
 ) -> None:

@@ -94,7 +94,7 @@ def values_case(rank: int, world: int, given: Config) -> dict[str, torch.Tensor]
     return values_of(sharded(given)[0])
 
 
-@pytest.mark.parametrize("kind", all_but(["tied", "lora"], ["llama", "tied", "lora", "dora", "vision"]))
+@pytest.mark.parametrize("kind", all_but(["lora"], ["llama", "tied", "lora", "dora", "vision"]))
 def test_first_values_are_the_same_on_any_number_of_ranks(kind: str, alone: Ranks, ranks3: Ranks) -> None:
     given = {
         "llama": config(llama()),
@@ -292,9 +292,8 @@ def quantised_case(
     return mean.value(found), grads, facts
 
 
-@pytest.mark.parametrize(
-    ("kind", "mixed", "count"), all_but([("nf4", "bf16", 2)], [("nf4", "bf16", 2), ("int8", None, 3)], unpack=True)
-)
+@pytest.mark.rest
+@pytest.mark.parametrize(("kind", "mixed", "count"), [("nf4", "bf16", 2), ("int8", None, 3)])
 def test_quantised_base_trains_its_adapter_alike_on_any_number_of_ranks(
     kind: str, mixed: str | None, count: int, saved: Path, alone: Ranks, pool: Pool
 ) -> None:
