@@ -373,7 +373,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     # Other commands that read them.
     "plan: a nested configuration": written(MODEL, DEEP, "nested", command=("plan", "model", "--ranks=2")),
-    "plan: of a run": written(MODEL, DEEP, "model.path", command=("plan", "train.toml", "--ranks=2")),
+    "plan: of a run": written(MODEL, DEEP, MODEL, command=("plan", "train.toml", "--ranks=2")),
     "plan: a nested plan": written("p.json", DEEP, "nested", command=("verify", "train.toml", "--plan=p.json")),
     "inspect: a lying header": written(WEIGHTS, struct.pack("<Q", 2**62), "header", command=("inspect", "model")),
     "export: a lying header": written(WEIGHTS, struct.pack("<Q", 2**62), "header", command=("export", "model", "out")),
