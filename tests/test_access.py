@@ -169,6 +169,7 @@ def test_gradients_that_are_asked_for_are_those_of_the_whole(rank: int, world_si
     return found
 
 
+@pytest.mark.rest
 @as_on_one_device()
 def test_derivatives_in_forward_mode_are_those_of_the_whole(rank: int, world_size: int) -> Any:
     """Gradients of a loss that holds a value and its derivative, in forward mode, by the input."""

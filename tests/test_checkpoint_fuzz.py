@@ -262,6 +262,7 @@ def test_an_export_of_changed_values_writes_where_it_was_told(
     run()
 
 
+@pytest.mark.rest
 def test_a_manifest_of_any_json_or_bytes(copied: Path, reader: Reader, examples: Examples) -> None:
     tables = st.dictionaries(
         st.sampled_from(["tensors", "models", "optimizers", "more", "rng", "files", "about", "format"]), anything

@@ -89,12 +89,12 @@ MASKED = ("packed", "padded")
 """For what makes masks of its own; elsewhere one kind of batch has the ways that others have."""
 RECOMPUTED = {"activation_checkpointing": "full"}
 CASES = [
-    pytest.param(4, ("packed",), (("llama", 4, 1), {}), {"context": 2}, RECOMPUTED, id="llama, shard 2 × context 2"),
     pytest.param(4, ("padded",), (("qwen3",), {}), {"context": 2, "tensor": 2}, {}, id="qwen3, context 2 × tensor 2"),
 ]
 RING = {"context": 2, "tensor": 2}
 BETWEEN = {"context": 2, "tensor": {"ranks": 2, "sequence": True}}
 MORE = [
+    pytest.param(4, ("packed",), (("llama", 4, 1), {}), {"context": 2}, RECOMPUTED, id="llama, shard 2 × context 2"),
     pytest.param(3, ("even",), (("llama", 4, 2), {}), {"context": 3}, RECOMPUTED, id="a ring of 3 ranks, 4 heads"),
     pytest.param(4, ("plain",), (("gpt2",), {}), {"context": 4}, {}, id="gpt2, context 4"),
     pytest.param(3, ("plain",), (("llama", 6, 2), {}), {"context": 3}, {}, id="3 ranks, 2 key-value heads"),

@@ -237,6 +237,7 @@ def saved_or_loaded(rank: int, world_size: int, folder: str, load: bool) -> dict
     return dict(trueshard.state_hash(model, optimizer))
 
 
+@pytest.mark.rest
 def test_a_checkpoint_holds_the_hashes_of_what_was_in_memory(ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     (expected, _) = ranks3.run(saved_or_loaded, str(folder), False)[:2]

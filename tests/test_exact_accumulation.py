@@ -20,21 +20,17 @@ from parity import Pool, Ranks, assert_same
 STEPS = 5
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "microbatches", "options"),
     [
         ("whole_ones", 6, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.rest)
-            for case in (
-                ("gpt2_with_dropout", 4, {}),
-                ("vit", 4, {}),
-                ("llama", 8, {"mixed_precision": "bf16", "reshard_after_forward": "never"}),
-                ("mixtral", 12, {}),
-                ("tied", 8, {"mixed_precision": "bf16", "activation_checkpointing": "full"}),
-                ("uneven", 16, {}),
-            )
-        ),
+        ("gpt2_with_dropout", 4, {}),
+        ("vit", 4, {}),
+        ("llama", 8, {"mixed_precision": "bf16", "reshard_after_forward": "never"}),
+        ("mixtral", 12, {}),
+        ("tied", 8, {"mixed_precision": "bf16", "activation_checkpointing": "full"}),
+        ("uneven", 16, {}),
     ],
 )
 def test_accumulation_changes_no_bit(name: str, microbatches: int, options: dict[str, Any], pool: Pool) -> None:

@@ -113,6 +113,7 @@ def batches() -> list[object]:
     return [(QUICK, (2, 3)), *(pytest.param(part, (3,), marks=pytest.mark.rest) for part in parts)]
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("given", "counts"), batches(), ids=lambda each: f"{each[0][1]} and more" if isinstance(each, list) else ""

@@ -60,6 +60,7 @@ assert trueshard.plan is function and callable(function) and issubclass(trueshar
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.rest
 def test_a_module_is_planned_and_stays_as_it_is() -> None:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -142,6 +143,7 @@ def test_a_sharded_model_is_refused() -> None:
         trueshard.plan(model, **FIXED)
 
 
+@pytest.mark.rest
 def test_a_plan_for_another_model_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=naming("plan's unit", "'2'", "module")):
         trueshard.plan(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)), ranks=2, plan=planned())
@@ -198,6 +200,7 @@ def test_a_word_edited_by_hand_is_worked_out_again(ranks2: Ranks) -> None:
 AUTO = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "memory": "1GiB"}
 
 
+@pytest.mark.rest
 def test_auto_words_train_as_one_process(ranks2: Ranks, alone: Ranks) -> None:
     (expected,) = alone.run(train)
     found = ranks2.run(train, "", AUTO, timeout=150)

@@ -200,6 +200,7 @@ def summed(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rest
 @on_ranks(2)
 def test_a_number_between_parts_that_compute_in_bf16(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
