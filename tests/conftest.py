@@ -55,7 +55,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def pytest_configure(config: pytest.Config) -> None:
     forks.adopt(process)
     # What the processor can is not tried out by compiling: on a busy machine the trial ends too late, and kernels that
-    # another process had compiled with vectors are refused.
+    # another process had compiled with vectors are refused. No test turns vectors off: kernels are kept on disk by
+    # configuration, while what a process takes for its vectors it keeps from its first compilation.
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
     if config.getoption("numprocesses", None):
         forks.start_server()  # here, so that all workers of pytest-xdist share it

@@ -217,14 +217,8 @@ def test_what_runs_on_a_gpu_trains_the_same_in_all_ways() -> None:
 @pytest.mark.compiles
 def test_what_runs_on_a_gpu_compiles() -> None:
     case = cuda.Case(OURS, replace(TINY, layers=1), compile=True, device="cpu")
-    (found,) = on_ranks(measured_without_vectors, 1, case, 1, 1)
+    (found,) = on_ranks(cuda.measure, 1, case, 1, 1)
     assert not found.failed
-
-
-def measured_without_vectors(*words: Any) -> cuda.Found:
-    """`cuda.measure` without the processor's vectors, which inductor tries by compiling a program for each kind."""
-    torch._inductor.config.cpp.vec_isa_ok = False
-    return cuda.measure(*words)
 
 
 def table(name: str, *over: Over) -> Table:

@@ -125,9 +125,6 @@ def test_state_dict_moves_between_compiled_and_plain_models(rank: int, world_siz
 @pytest.mark.compiles
 @on_ranks(2, timeout=280)
 def test_inductor_compiles_the_blocks_in_place(rank: int, world_size: int) -> None:
-    """Without vector instructions: to find out which there are, inductor compiles a program for each."""
-    from torch._inductor import config
-
     torch.manual_seed(0)
     reference = Stack(depth=2)
     torch.manual_seed(0)
@@ -136,10 +133,9 @@ def test_inductor_compiles_the_blocks_in_place(rank: int, world_size: int) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trueshard.shard(model, optimizer, compile=True)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
-    with config.patch({"cpp.vec_isa_ok": False}):
-        for step, (each, made) in itertools.product(range(2), ((model, optimizer), (reference, expected))):
-            each(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
-            take_step(made)
+    for step, (each, made) in itertools.product(range(2), ((model, optimizer), (reference, expected))):
+        each(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
+        take_step(made)
     assert list(model.state_dict()) == names
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), theirs.detach(), rtol=1e-4, atol=1e-5)

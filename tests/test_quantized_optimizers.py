@@ -67,11 +67,8 @@ def compiled(rank: int, world_size: int, name: str) -> dict[str, Any]:
 
     Of `COMPILED` alone: each shape is compiled for itself.
     """
-    from torch._inductor import config
-
     entry = entries(LIBRARY)[name]
-    # To find out which vector instructions there are, inductor would compile a program for each.
-    with warnings.catch_warnings(), config.patch({"cpp.vec_isa_ok": False}):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = trained(rank, world_size, entry, COMPILED)
         if world_size == 1 and entry.full_precision:
