@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch
 from trueshard.axes import AXES, DATA, FOLDED, MESH, SHARED, ranks_along, sizes_of
+from trueshard.machine import memory_of_process
 
 SIMULATED = "simulated_"
 """Beginning of the names of a simulated mesh's dimensions, whose end is the name of an axis."""
@@ -346,6 +347,17 @@ def group_over(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
 def is_simulated(mesh: DeviceMesh) -> bool:
     """True if the mesh's groups are torch's ``fake`` ones: one process simulates many, and nothing can be compared."""
     return dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "fake"
+
+
+def least_memory(mesh: DeviceMesh) -> int | None:
+    """Return the bytes of memory of the rank that has least; None of a simulated mesh. Collective."""
+    if is_simulated(mesh):
+        return None
+    if mesh.device_type == "cpu":
+        mine = memory_of_process(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size())))
+    else:
+        mine = torch.get_device_module(mesh.device_type).get_device_properties(device_of(mesh)).total_memory
+    return int(min(gather_objects(mine, mesh)))
 
 
 def gather_objects(value: Any, mesh: DeviceMesh) -> list[Any]:

@@ -34,10 +34,13 @@ Recompute = Literal["none", "full", "selective"]
 RecomputeWord = Literal["none", "full", "selective", "auto"]
 PrecisionWord = Literal["bf16", "fp16"]
 Offload = Literal["none", "cpu"]
+GradientSums = Literal["whole", "sharded"]
+GradientSumsWord = Literal["whole", "sharded", "auto"]
 
 RESHARD_WORDS = tuple(word for word in get_args(ReshardWord) if word != "auto")
 RECOMPUTE_WORDS = get_args(Recompute)
 OFFLOAD_WORDS = get_args(Offload)
+GRADIENT_SUMS = get_args(GradientSums)
 PRECISION_WORDS = get_args(PrecisionWord)
 
 TENSOR_KEYS = ("ranks", "sequence", "trial")
@@ -91,6 +94,14 @@ class AppliedOptions:
         "none",
         """Where shards rest between uses. ``"cpu"`` keeps shards, gradients and optimizer state in host memory.""",
         text=Offload,
+    )
+    accumulate_gradients: str | Mapping[str, str] = option(
+        "auto",
+        """Gradients of a step of several microbatches, until its last one. ``"whole"``: each rank adds up the whole
+        gradients, which are reduced once. ``"sharded"``: each microbatch is reduced, and ranks hold shards. Or a table
+        from globs over unit names to these; the rest is ``"auto"``: whole if these and the model's state take at most
+        half of the memory; the planner chooses by time.""",
+        text=GradientSumsWord | dict[str, GradientSumsWord],
     )
     context: int = option(
         1,
@@ -201,6 +212,7 @@ class ShardOptions(TypedDict, total=False):
     activation_checkpointing: Recomputation
     compile: bool
     offload: str
+    accumulate_gradients: str | Mapping[str, str]
     memory: str | int | None
     tensor: Tensor
     context: int

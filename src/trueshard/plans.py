@@ -15,10 +15,12 @@ from typing import Any, Literal, cast, get_args
 from trueshard.axes import OPTIONS
 from trueshard.options import (
     EXPONENTS,
+    GRADIENT_SUMS,
     OFFLOAD_WORDS,
     PRECISION_WORDS,
     TENSOR_KEYS,
     AppliedOptions,
+    GradientSums,
     Options,
     Precision,
     Recompute,
@@ -171,6 +173,8 @@ class Unit:
     reshard_after_forward: bool | int = True
     """True: free after forward, gather again in backward. False: keep. An integer: reshard to that many ranks."""
     activation_checkpointing: Recompute = "none"
+    accumulate_gradients: GradientSums = "whole"
+    """How gradients of the microbatches of a step add up: whole on each rank, or as shards."""
     unshard_in_backward: bool = True
     """False where backward does not read the parameters (an embedding)."""
     why: str = ""
@@ -178,6 +182,7 @@ class Unit:
     def __post_init__(self) -> None:
         _one_of(f"unit {self.name!r}: activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
         _one_of(f"unit {self.name!r}: kind", self.kind, get_args(UnitKind))
+        _one_of(f"unit {self.name!r}: accumulate_gradients", self.accumulate_gradients, GRADIENT_SUMS)
         if not isinstance(self.reshard_after_forward, int):
             raise ValueError(f"unit {self.name!r}: reshard_after_forward must be true, false or a number of ranks")
         _a_bool(f"unit {self.name!r}: unshard_in_backward", self.unshard_in_backward)
@@ -218,7 +223,7 @@ class Plan(AppliedOptions):
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
     resolved_for: str = ""
-    """The two policies that the units' values were resolved for; with other policies they are resolved again."""
+    """The policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)
     """The planner's; not read when the plan is applied."""
     version: int = VERSION
@@ -262,8 +267,8 @@ class Plan(AppliedOptions):
 
     @property
     def policies(self) -> str:
-        """The policies of resharding and activation checkpointing, as text to compare."""
-        words = [self.reshard_after_forward, self.activation_checkpointing]
+        """The policies that have a value for each unit, as text to compare."""
+        words = [self.reshard_after_forward, self.activation_checkpointing, self.accumulate_gradients]
         return json.dumps([dict(word) if isinstance(word, Mapping) else word for word in words])
 
     @property

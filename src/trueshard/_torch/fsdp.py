@@ -10,7 +10,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -296,7 +296,20 @@ def interrupted(root: ShardedModule) -> bool:
     return any(state._training_state != TrainingState.IDLE for state in context.all_states)
 
 
-def follow_accumulation(root: nn.Module) -> None:
+class Reductions(Protocol):
+    """What ``follow_accumulation`` asks and tells of each unit, when it is about to reduce its gradients."""
+
+    def fills(self, unit: ShardedModule) -> bool:
+        """Return True if the unit reduces zeros for parameters that this rank has no gradient of."""
+
+    def reduces(self, unit: ShardedModule, used: list[nn.Parameter]) -> None:
+        """Take note of the sharded parameters that this rank has a gradient of, of a unit that fills."""
+
+    def keeps(self, unit: ShardedModule) -> bool:
+        """Return True if what is reduced now is kept elsewhere, and is not to appear in ``.grad``."""
+
+
+def follow_accumulation(units: Iterable[ShardedModule], reductions: Reductions) -> None:
     """Let a unit accumulate and reduce whichever of its parameters the microbatches used, in any dtype.
 
     A backward that does not reduce leaves gradients in the reduce dtype. There, torch also asks a unit that was never
@@ -305,21 +318,38 @@ def follow_accumulation(root: nn.Module) -> None:
     Gradients that are parts of a sum over another axis (``Partial``) torch would add up in the compute dtype. In the
     reduce dtype, as those of microbatches, they are added up in it.
     """
-    for _, group in _groups_below(root):
-        group.post_backward = functools.partial(_reduce_in_one_dtype, group, group.post_backward)
+    for unit in units:
+        for group in _groups(unit):
+            group.post_backward = functools.partial(_post_backward, group, unit, reductions, group.post_backward)
 
 
-def _reduce_in_one_dtype(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+def _post_backward(
+    group: Any, unit: ShardedModule, reductions: Reductions, post_backward: Callable[..., None], *unused: Any
+) -> None:
     parameters = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    if not parameters or not group.reduce_grads:
+        if parameters:
+            post_backward(*unused)
+        return
     waiting = [p for p in parameters if getattr(p, "unsharded_accumulated_grad", None) is None]
-    if group.reduce_grads and (len(waiting) < len(parameters) or any(map(_is_part_of_sum, waiting))):
+    if reductions.fills(unit):
+        without = {p for p in waiting if p._unsharded_param.grad is None}
+        reductions.reduces(unit, [p.sharded_param for p in parameters if p not in without])
+        for gathered in (p._unsharded_param for p in parameters if p in without):
+            if gathered.requires_grad:
+                gathered.grad = torch.zeros_like(gathered)
+    if len(waiting) < len(parameters) or any(map(_is_part_of_sum, waiting)):
         for parameter in waiting:
-            gathered = parameter._unsharded_param
-            if getattr(group, "reduce_scatter_unused_params", False) and gathered.requires_grad:
-                gathered.grad = torch.zeros_like(gathered) if gathered.grad is None else gathered.grad
             parameter.to_accumulated_grad_if_needed()
-    if parameters:
+    if not reductions.keeps(unit):
         post_backward(*unused)
+        return
+    earlier = [(parameter.sharded_param, parameter.sharded_param.grad) for parameter in parameters]
+    for sharded, _ in earlier:
+        sharded.grad = None
+    post_backward(*unused)
+    for sharded, grad in earlier:
+        sharded.grad = grad
 
 
 def reduce_at_end(module: ShardedModule) -> None:
@@ -337,26 +367,34 @@ def _is_part_of_sum(parameter: Any) -> bool:
     return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
 
 
-def reduce_unused(module: ShardedModule) -> None:
-    """Let a unit reduce zeros for a parameter that this rank did not use: ranks may use different ones.
+def adds_copies_once(unit: ShardedModule) -> bool:
+    """True if several copies of a unit add up their gradients (HSDP), and ``set_requires_all_reduce`` can defer it.
 
-    That is ``set_reduce_scatter_unused_params`` (2.13 on); before, a reduction takes the gradients that are there.
+    Until then FSDP2 keeps the sum of each copy, in the reduce dtype, beside the parameters.
     """
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    for group in _groups(module):
-        group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
+    return any(isinstance(group.mesh_info, HSDPMeshInfo) for group in _groups(unit))
 
 
-def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    for parameter in group.fsdp_params if group.reduce_grads else ():
-        gathered = getattr(parameter, "_unsharded_param", None)
-        if gathered is None or not gathered.requires_grad:
-            continue
-        if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
-            gathered.grad = torch.zeros_like(gathered)
-    post_backward(*unused)
+def sum_of_copy(unit: ShardedModule) -> torch.Tensor | None:
+    """Return the flat sum of a copy's gradients that waits for ``set_requires_all_reduce(True)``, if any."""
+    sums = (group._partial_reduce_output for group in _groups(unit))
+    return next((kept for kept in sums if kept is not None), None)
+
+
+def drop_sum_of_copy(unit: ShardedModule) -> None:
+    """Drop what ``sum_of_copy`` returns."""
+    for group in _groups(unit):
+        group._partial_reduce_output = None
+
+
+def places_in_sum(unit: ShardedModule) -> list[tuple[nn.Parameter, int]]:
+    """Return (sharded parameter, elements) of what FSDP2 reduces together, in its order, padding included."""
+    return [
+        (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
+        for group in _groups(unit)
+        for parameter in group.fsdp_params
+        if parameter.sharded_param.requires_grad
+    ]
 
 
 def reset_iteration(root: ShardedModule) -> None:

@@ -1,7 +1,7 @@
-"""Words for resharding and activation checkpointing, resolved into one value for each unit of a plan.
+"""Words for resharding, activation checkpointing and sums of gradients, as one value for each unit of a plan.
 
-The only place that compares these words: everything else reads ``Unit.reshard_after_forward`` and
-``Unit.activation_checkpointing``, or asks here which values a word means.
+The only place that compares these words: everything else reads ``Unit.reshard_after_forward`` and the like, or asks
+here which values a word means.
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trueshard.model import names
-from trueshard.options import RECOMPUTE_WORDS, RESHARD_WORDS, Recompute
-from trueshard.plans import Plan, Unit
+from trueshard.options import GRADIENT_SUMS, RECOMPUTE_WORDS, RESHARD_WORDS, GradientSums, Recompute
+from trueshard.plans import DTYPES, MixedPrecision, Plan, Unit
 from trueshard.text import nearest
 
 FREES_ALL = "always"
 """The word for resharding that takes the least memory."""
 
+BYTES = dict(zip(DTYPES, (8, 4, 2, 2), strict=True))
+"""Bytes of an element, by the name of its dtype."""
 
-def apply_words(plan: Plan, shard_ranks: int) -> Plan:
-    """Turn a plan's reshard and activation-checkpointing words into one value for each unit.
+
+def apply_words(plan: Plan, shard_ranks: int, memory: int | None = None) -> Plan:
+    """Turn a plan's words into one value for each unit; ``memory``: bytes of a rank, see ``accumulation_values``.
 
     Raises ValueError for an unknown word, an integer that does not divide the ranks that shard a parameter, or a glob
     that matches no unit.
     """
     reshard = reshard_values(plan, plan.reshard_after_forward, shard_ranks)
     recompute = recompute_values(plan.units, plan.activation_checkpointing)
+    accumulate = accumulation_values(plan, plan.accumulate_gradients, shard_ranks, memory)
     units = tuple(
-        dataclasses.replace(unit, reshard_after_forward=freed, activation_checkpointing=again)
-        for unit, freed, again in zip(plan.units, reshard, recompute, strict=True)
+        dataclasses.replace(
+            unit, reshard_after_forward=freed, activation_checkpointing=again, accumulate_gradients=sums
+        )
+        for unit, freed, again, sums in zip(plan.units, reshard, recompute, accumulate, strict=True)
     )
     return dataclasses.replace(plan, units=units, resolved_for=plan.policies)
 
@@ -101,6 +107,47 @@ def recompute_values(units: Sequence[Unit], words: Any) -> list[Recompute]:
     if isinstance(words, Mapping):
         return _by_unit("activation_checkpointing", units, words, "none")
     return [words if unit.kind == "block" else "none" for unit in units]
+
+
+def accumulation_values(plan: Plan, words: Any, shard_ranks: int, memory: int | None) -> list[GradientSums]:
+    """Return ``Unit.accumulate_gradients`` for each unit of ``plan``, in order.
+
+    ``"auto"`` is whole if whole gradients, and the model's state of four times the parameters (themselves, gradients,
+    two moments), take at most half of ``memory``, the bytes of a rank; None: if there is no end of it.
+    """
+    known = (*GRADIENT_SUMS, "auto")
+    for word in words.values() if isinstance(words, Mapping) else [words]:
+        if word not in known:
+            raise ValueError(_unknown("accumulate_gradients", word, (*known, "{glob: word}")))
+        if word == "sharded" and plan.pipeline:
+            raise ValueError(
+                'accumulate_gradients="sharded" does not go with a pipeline, whose schedule reduces after the last '
+                'microbatch itself; use "whole"'
+            )
+    state = 4 * sum(unit.bytes for unit in plan.units) / shard_ranks
+    is_whole = plan.pipeline or memory is None or state + unreduced_bytes(plan) <= memory / 2
+    chosen: GradientSums = "whole" if is_whole or shard_ranks == 1 else "sharded"
+    by_unit = _by_unit("accumulate_gradients", plan.units, words, "auto")
+    return [chosen if word == "auto" else word for word in by_unit]
+
+
+def unreduced_bytes(plan: Plan) -> int:
+    """Return the bytes of all whole gradients of a step, in the dtype in which they are reduced."""
+    mixed = plan.mixed_precision or MixedPrecision()
+    word = "float64" if plan.exact else mixed.reduce or mixed.compute
+    total = 0
+    for unit in plan.units:
+        dtype = word or unit.dtype.partition("+")[0]
+        total += unit.trainable * BYTES.get(dtype, 4)
+    return total
+
+
+def accumulation_word(units: Sequence[Unit], values: Sequence[GradientSums]) -> Any:
+    """Return the shortest word that means these values of units."""
+    if len(set(values)) == 1:
+        return values[0]
+    most = max(values, key=values.count)
+    return {"*": most} | {glob.escape(u.name): word for u, word in zip(units, values, strict=True) if word != most}
 
 
 def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[Any]:

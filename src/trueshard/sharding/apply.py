@@ -104,7 +104,6 @@ def apply(
     # [Note: Order of application]
     for unit in sorted(plan.units, key=lambda unit: -max(index.depths[name] for name in unit.modules)):
         _shard_unit(unit, modules, plan, axes, whole)
-    _torch.follow_accumulation(root)
     if plan.exact and mesh.size(-1) == 1:
         _torch.align_gradients(root)
     else:

@@ -23,7 +23,7 @@ from trueshard.model.units import Grouping, choose_units, is_automatic
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
-from trueshard.options import Options
+from trueshard.options import GradientSums, Options
 from trueshard.parallel.batch_trial import BatchTrial
 from trueshard.parallel.experts import try_experts
 from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
@@ -48,13 +48,14 @@ def shard(
         _torch.check_torch()
         check_arguments(model, optimizers, how)
         snapshot = Snapshot(model, optimizers)
+    memory = distributed.least_memory(mesh)
     try:
         with agreement.together(mesh):
             names.hide_wrappers(model)
             index = Index(model)
             before = intent.capture(index, optimizers)
             refuse(index)
-            resolved = resolve(index, how, tuple(axes.data.shape))
+            resolved = resolve(index, how, tuple(axes.data.shape), memory)
             for axis in reversed(AXES):  # from the innermost outwards: one may read what an inner one has resolved
                 resolved = axis.resolved(index, resolved, axes.sizes)
             exact.refuse(index.root, resolved)
@@ -135,8 +136,11 @@ def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
         check_options(how)
 
 
-def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
-    """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched."""
+def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
+    """Return the plan with its units, for an unsharded model and ``Plan.ranks``; nothing is touched.
+
+    ``memory``: bytes of a rank, by which gradients add up whole or as shards; None: unknown.
+    """
     plan, units = (Plan.of(how), how.units) if isinstance(how, Options) else (how, "auto")
     exact.check_globs(index, plan)
     if plan.units:
@@ -151,7 +155,7 @@ def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
                 )
             policies.reshard_values(plan, planned.reshard_after_forward, ranks[-1])
         plan = dataclasses.replace(plan, ranks=ranks)
-        return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1])
+        return plan if plan.resolved_for == plan.policies else policies.apply_words(plan, ranks[-1], memory)
     # An embedding is a unit of its own where that saves a gathering: not inside one compiled graph, which it would
     # break, and not where the root stays gathered to the end of backward anyway.
     compiled = index.root is not index.model or _torch.is_compiled_in_place(index.root)
@@ -165,7 +169,7 @@ def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
         experts=experts.shared_out(index, plan.experts),
     )
     plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
-    return policies.apply_words(plan, ranks[-1])
+    return policies.apply_words(plan, ranks[-1], memory)
 
 
 def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
@@ -203,20 +207,29 @@ def sharded(model: nn.Module) -> Runtime:
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce the gradients of backward passes inside only if ``last``; before that they add up on each rank.
+def accumulate(model: nn.Module, *, last: bool, gradients: GradientSums | None = None) -> Iterator[None]:
+    """Add up the gradients of backward passes; only with ``last`` are they a step's.
 
     Units with a gradient hook on a parameter reduce every time, since the hook means the global gradient.
 
     Args:
         model: a sharded model.
         last: True for the last microbatch before the optimizer's step.
+        gradients: until the last one, ``"whole"`` adds up whole gradients on each rank, and reduces them once;
+            ``"sharded"`` reduces each time, and ranks hold shards. None: as the plan says of each unit.
+
+    Raises:
+        ValueError: another word; ``"sharded"`` on a stage of a pipeline.
     """
-    root = sharded(model).root
+    runtime = sharded(model)
+    if gradients is not None:
+        policies.accumulation_values(runtime.plan, gradients, runtime.mesh.size(-1), None)
+    root, runtime.sums.word = runtime.root, gradients
     root.set_requires_gradient_sync(last)
     try:
         yield
     finally:
+        runtime.sums.word = None
         root.set_requires_gradient_sync(True)
 
 

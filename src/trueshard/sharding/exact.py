@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 import weakref
@@ -138,11 +137,10 @@ class ExactSums:
         self.factor = 1.0 / mesh.size()
         """Factor by which the next sum over microbatches and ranks is multiplied."""
 
-    def install(self, units: Iterable[tuple[str, ShardedModule]]) -> None:
-        """Let FSDP2 add, and multiply the sum of each named unit once."""
-        for name, module in units:
+    def install(self, units: Iterable[ShardedModule]) -> None:
+        """Let FSDP2 add alone; ``unit_reduced`` multiplies the sum, once."""
+        for module in units:
             module.set_gradient_divide_factor(1.0)
-            module.set_all_reduce_hook(functools.partial(self._unit_reduced, name))
 
     def name(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take the names of sharded and whole parameters: for grids, messages and the order of what ranks exchange.
@@ -212,7 +210,8 @@ class ExactSums:
         self.factor = power / total
         return power
 
-    def _unit_reduced(self, name: str, reduced: torch.Tensor) -> None:
+    def unit_reduced(self, name: str, reduced: torch.Tensor) -> None:
+        """Take the sum of a unit's gradients over the microbatches and ranks of a step."""
         self._reductions[name] = self._reductions.get(name, 0) + 1
         self.scale(reduced)
 

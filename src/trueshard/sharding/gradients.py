@@ -7,8 +7,10 @@ hooked parameter. The dictionaries of hooks stay torch's, so a handle made befor
 ``Usage``: FSDP2 reduces the gradients that a rank has, packed together. If ranks reached different parameters (an
 expert without a token), the packs do not fit, or worse, fit by accident.
 
-- Units that hold a list of modules (experts) are reduced whole, with zeros for a missing gradient, which is exact. A
-  parameter that no rank reached keeps its gradient None, as on one device: one small all-reduce a backward tells.
+- Units that hold a list of modules (experts) are reduced whole, with zeros for a missing gradient, which is exact; so
+  are those that reduce each microbatch of a step (``accumulation.py``). A parameter that no rank reached keeps its
+  gradient None, as on one device: one small all-reduce a step tells. It also tells if ranks have reduced these units in
+  different orders, whose packs would fit.
 - Anywhere else a rank that misses a gradient compares with the others, and a difference is an error. If all packs fit
   by accident, all ranks miss some; so no rank waits for one that has nothing to compare.
 """
@@ -16,8 +18,9 @@ expert without a token), the packs do not fit, or worse, fit by accident.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,59 +151,95 @@ class Usage:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._lists: list[tuple[ShardedModule, list[nn.Parameter]]] = []
-        """Units that hold a list of modules, with their sharded parameters: reduced whole."""
-        self._elsewhere: list[tuple[str, nn.Parameter]] = []
-        """All other sharded parameters: ranks must reach the same ones."""
-        self._marked: dict[int, int] = {}
-        """Identity of each gathered parameter that has a hook → that of its shards."""
+        self._units: dict[ShardedModule, list[tuple[str, nn.Parameter]]] = {}
+        """Unit → its sharded parameters with their names, in one order on all ranks."""
+        self._numbers: dict[ShardedModule, int] = {}
+        """Unit → its place among all."""
+        self._lists: set[ShardedModule] = set()
+        """Units that hold a list of modules: reduced whole in every backward."""
+        self._filled: set[ShardedModule] = set()
+        """Units that are reduced whole in each microbatch of this step."""
+        self._empty: dict[ShardedModule, set[int]] = {}
+        """Unit that is reduced whole → ``id`` of its shards without a gradient when the step's first backward began."""
         self._used: set[int] = set()
-        """Identity of the shards that this backward reached on this rank."""
-        self._empty: set[int] | None = None
-        """Identity of shards without a gradient when the first backward since the last reduction began; None: none."""
+        """``id`` of the shards of these units of which this rank has reduced a gradient in this step."""
+        self._order: list[int] = []
+        """Numbers of these units in the order in which this rank has reduced them in this step."""
 
     def add(self, module: ShardedModule, parameters: Sequence[tuple[str, nn.Parameter]], *, holds_list: bool) -> None:
         """Track the sharded ``parameters`` of a unit; ``holds_list``: of which ranks may use different ones."""
-        if holds_list and self.mesh.size() > 1:
-            _torch.reduce_unused(module)
-            self._lists.append((module, [parameter for _, parameter in parameters]))
-        elif self.mesh.size() > 1:
-            self._elsewhere += parameters
+        if self.mesh.size() > 1:
+            self._numbers[module], self._units[module] = len(self._units), list(parameters)
+            if holds_list:
+                self._lists.add(module)
+
+    def fill(self, units: Collection[ShardedModule]) -> None:
+        """Reduce ``units`` whole until a backward has reduced the last microbatch of this step."""
+        self._filled.update(unit for unit in units if unit in self._units)
+
+    def fills(self, unit: ShardedModule) -> bool:
+        """Return True if a unit reduces zeros for a parameter that this rank did not use."""
+        return unit in self._lists or unit in self._filled
+
+    def reduces(self, unit: ShardedModule, used: Iterable[nn.Parameter]) -> None:
+        """Take note that a unit is reduced whole, with gradients of the parameters ``used``."""
+        self._used.update(map(id, used))
+        self._order.append(self._numbers[unit])
 
     def begin(self) -> None:
-        if self._empty is None:
-            self._empty = {id(p) for _, parameters in self._lists for p in parameters if p.grad is None}
-        for _, sharded, gathered in _torch.gathered_parameters(module for module, _ in self._lists):
-            if gathered.requires_grad and id(gathered) not in self._marked:
-                self._marked[id(gathered)] = id(sharded)
-                call_after_gradient(gathered, self._mark)
-
-    def _mark(self, gathered: torch.Tensor) -> None:
-        self._used.add(self._marked[id(gathered)])
+        """Begin a backward."""
+        for unit in self._units:
+            if self.fills(unit) and unit not in self._empty:
+                self._empty[unit] = {id(p) for _, p in self._units[unit] if p.grad is None}
 
     def end(self) -> None:
         """End a backward that reduced gradients; raise if ranks reached different parameters. May be collective."""
-        self._forget_zeros()
-        missing = [name for name, parameter in self._elsewhere if parameter.requires_grad and parameter.grad is None]
-        if missing and len(missing) < len(self._elsewhere):
+        try:
+            if self._empty:
+                self._forget_zeros()
+        finally:
+            self.forget()
+        rest = [member for unit, members in self._units.items() if unit not in self._lists for member in members]
+        missing = [name for name, parameter in rest if parameter.requires_grad and parameter.grad is None]
+        if missing and len(missing) < len(rest):
             self._compare(missing)
 
-    def forget(self) -> None:
-        """Drop the record of a backward that was cut short."""
-        self._used.clear()
-        self._empty = None
+    def forget(self, of: Collection[int] | None = None) -> None:
+        """Drop the record of this step, whose gradients were dropped; ``of``: of parameters with these ids alone."""
+        if of is None:
+            self._used, self._empty, self._filled, self._order = set(), {}, set(), []
+            return
+        self._used.difference_update(of)
+        for unit, empty in self._empty.items():
+            empty |= {id(p) for _, p in self._units[unit] if id(p) in of}
 
     def _forget_zeros(self) -> None:
-        empty, self._empty = self._empty, None
-        parameters = [p for _, parameters in self._lists for p in parameters if p.requires_grad]
-        if empty is None or not parameters:
+        parameters = [p for unit in self._empty for _, p in self._units[unit] if p.requires_grad]
+        if not parameters:
             return
-        used = torch.tensor([id(p) in self._used for p in parameters], dtype=torch.uint8, device=device_of(self.mesh))
-        reached = all_reduce(used, self.mesh, dist.ReduceOp.MAX).tolist()
-        for parameter, flag in zip(parameters, reached, strict=True):
+        # A byte a parameter, and eight that are alike on all ranks if the largest are the smallest, too.
+        digest = hashlib.sha256(repr(self._order).encode()).digest()[:8]
+        flags = [*(id(p) in self._used for p in parameters), *digest, *(255 - byte for byte in digest)]
+        sent = torch.tensor(flags, dtype=torch.uint8, device=device_of(self.mesh))
+        reached = all_reduce(sent, self.mesh, dist.ReduceOp.MAX).tolist()
+        if any(most + other != 255 for most, other in zip(reached[-16:-8], reached[-8:], strict=True)):
+            self._refuse_orders()
+        empty = set().union(*self._empty.values())
+        for parameter, flag in zip(parameters, reached, strict=False):
             if not flag and id(parameter) in empty:
                 parameter.grad = None
-        self._used.clear()
+
+    def _refuse_orders(self) -> None:
+        orders: list[list[int]] = gather_objects(self._order, self.mesh)
+        place = next(i for i, numbers in enumerate(itertools.zip_longest(*orders)) if len(set(numbers)) > 1)
+        numbers = [order[place] if place < len(order) else None for order in orders]
+        unit = list(self._units)[next(number for number in numbers if number is not None)]
+        name = self._units[unit][0][0] if self._units[unit] else "?"
+        raise RuntimeError(
+            f"ranks reduced gradients in different orders, the unit of {name!r} where others had another: this step's "
+            "gradients are mixed up. Let every rank use the same units in backward (add 0 * output.sum() where one is "
+            "skipped)"
+        )
 
     def _compare(self, missing: list[str]) -> None:
         digest = int.from_bytes(hashlib.sha256("\n".join(missing).encode()).digest()[:7], "big")

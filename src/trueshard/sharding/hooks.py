@@ -47,7 +47,8 @@ from trueshard.model.names import Held
 from trueshard.model.registry import ShardedModel
 from trueshard.model.snapshot import Trace
 from trueshard.optim.rebind import shard_like
-from trueshard.plans import Plan
+from trueshard.plans import MixedPrecision, Plan
+from trueshard.sharding.accumulation import Accumulation
 from trueshard.sharding.exact import ExactSums
 from trueshard.sharding.gathered_units import GatheredUnits
 from trueshard.sharding.gradients import HookedParameters, Usage, call_after_gradient
@@ -102,14 +103,14 @@ class Runtime(ShardedModel):
         """Gradient hooks of the user."""
         self.usage = Usage(mesh)
         """Tracks the parameters that a backward reached on this rank."""
+        self.sums = Accumulation(self.usage)
+        """Adds up the gradients of microbatches."""
         self.exact = ExactSums(mesh, plan.exact, self.exact_names) if plan.exact else None
         """Present if gradients are to be the same bits at any number of ranks."""
         self.watch: Any = None
         """``Watch`` of what ranks hold in common, if there is more than one and ``plan.watch`` asks for it."""
         self.batch_trial: Any = None
         """``BatchTrial`` on the first of the ranks that share a batch, unless ``plan.trial`` is False."""
-        self.accumulating = False
-        """True while gradients add up on each rank without being reduced: the user's setting, not a state."""
         self.changes: Trace | None = None
         """Changes of ``shard()`` to modules, which a copy undoes; None until all are made."""
         self.states: list[State] = []
@@ -122,6 +123,11 @@ class Runtime(ShardedModel):
         """Closing it ends a double backward, or gives it up; nothing happens if none is on."""
         self._version_of_double = 0
         """Version of all shards when the last double backward began."""
+
+    @property
+    def accumulating(self) -> bool:
+        """True while backwards do not end a step's gradients."""
+        return self.sums.is_on
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -157,11 +163,18 @@ class Runtime(ShardedModel):
         _torch.call_before_backward(self.units, self._begin_double_backward)
         _torch.call_after_schedule(self.root, self._end_schedule)
         _torch.follow_views(root)
+        _torch.follow_accumulation(self.units, self.sums)
         _torch.keep_dynamo_out(self.units)
         self._trainable = self._trainability()
         self.hooks.adopt(self.units)
+        for unit, module in zip(self.plan.units, self.units, strict=True):
+            reduce = self._reduce_dtype(self.units[module])
+            if self.mesh.size(-1) > 1 and reduce is not None:
+                self.sums.add(module, self.units[module], unit.accumulate_gradients, reduce)
+            if self.exact is not None or self.sums.widens(module):
+                module.set_all_reduce_hook(functools.partial(self._reduced, module, unit.name))
         if self.exact is not None:
-            self.exact.install((unit.name, module) for unit, module in zip(self.plan.units, self.units, strict=True))
+            self.exact.install(self.units)
             self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
         root.register_load_state_dict_pre_hook(_shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
@@ -172,17 +185,31 @@ class Runtime(ShardedModel):
         root.register_forward_hook(lambda _module, _args, output: end(output))
         root.register_forward_hook(lambda *_: self.leave(), always_call=True)
 
+    def _reduce_dtype(self, parameters: list[nn.Parameter]) -> torch.dtype | None:
+        """Return the dtype in which gradients of a unit with these parameters are reduced; None: none is trainable."""
+        if self.exact is not None:
+            return torch.float64
+        mixed = self.plan.mixed_precision or MixedPrecision()
+        word = mixed.reduce or mixed.compute
+        stored = next((parameter.dtype for parameter in parameters if parameter.requires_grad), None)
+        return stored if stored is None or word is None else getattr(torch, word)
+
+    def _reduced(self, unit: ShardedModule, name: str, reduced: torch.Tensor) -> None:
+        """Take the sum over ranks of a unit's gradients, flat, before FSDP2 rounds it to the stored dtype."""
+        if not self.sums.take(unit, reduced) and self.exact is not None:
+            self.exact.unit_reduced(name, reduced)
+
     def _set_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set as torch's setter does, but let units with a gradient hook, which means the global one, always reduce."""
+        """Set as torch's setter does, but let units that add up shards, and those with a gradient hook, which means the
+        global gradient, always reduce.
+        """
         if self.exact is not None and self.hooks.units and not requires_gradient_sync:
             raise RuntimeError(
                 "exact=True: parameters have gradient hooks, which are called with the reduced gradient of each "
                 "microbatch, and those do not add up exactly; remove the hooks, or take one microbatch a rank"
             )
         type(self.root).set_requires_gradient_sync(self.root, requires_gradient_sync, recurse=recurse)
-        self.accumulating = not requires_gradient_sync
-        for module in self.hooks.units:
-            type(module).set_requires_gradient_sync(module, True, recurse=False)
+        self.sums.set(not requires_gradient_sync, self.hooks.units)
 
     # Around a pass
 
@@ -339,6 +366,8 @@ class Runtime(ShardedModel):
 
     def drop_unreduced(self, of: Collection[int] | None = None) -> None:
         _torch.drop_unreduced(self.root, of)
+        self.sums.drop(of)
+        self.usage.forget(of)
         for whole in self.replicated:
             if of is None or id(whole.parameter) in of:
                 whole.drop_unreduced()
@@ -382,7 +411,11 @@ class Runtime(ShardedModel):
         return gathered + [(whole.parameter, whole.leaf) for whole in self.replicated]
 
     def has_unreduced(self) -> bool:
-        return _torch.has_unreduced(self.root) or any(whole.has_unreduced() for whole in self.replicated)
+        return (
+            _torch.has_unreduced(self.root)
+            or self.sums.has_waiting()
+            or any(whole.has_unreduced() for whole in self.replicated)
+        )
 
     # Readers
 
