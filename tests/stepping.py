@@ -116,9 +116,11 @@ def shard_over(world_size: int, model: nn.Module, *optimizers: torch.optim.Optim
         trueshard.shard(model, *optimizers, **words)
 
 
-def accumulate(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+def accumulate(model: nn.Module, last: bool, gradients: Any = None) -> contextlib.AbstractContextManager[None]:
     """`trueshard.accumulate`; nothing for a model that is not sharded."""
-    return trueshard.accumulate(model, last=last) if isinstance(model, FSDPModule) else contextlib.nullcontext()
+    if not isinstance(model, FSDPModule):
+        return contextlib.nullcontext()
+    return trueshard.accumulate(model, last=last, gradients=gradients)
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from stepping import accumulate
 from tensor_models import SIZES, distance, far_apart, in_float64
 
 RANKS = 4
-CASES = 16
+CASES = 17
 """how many ``covering`` finds"""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "replicate": (1, 2),
@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
     "reshard": ("default", "always", "never"),
     "accumulated": (1, 2),
+    "gradients": ("whole", "sharded"),
     "optimizer": ("AdamW", "Muon", "Adafactor"),
     "clip": ("ours", "torch's", "none"),
     "after": ("average, copy", "generate", "state dict"),
@@ -115,7 +116,7 @@ def train(model: Any, made: list[torch.optim.Optimizer], case: dict[str, Any], r
         mean = trueshard.token_mean(model, count) if is_sharded else functools.partial(torch.mul, 1 / count)
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
-            with accumulate(model, last):
+            with accumulate(model, last, case["gradients"]):
                 logits = model(**{k: v for k, v in part.items() if "labels" not in k}, use_cache=False).logits
                 mean(F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")).backward()
         if case["clip"] != "none":

@@ -18,6 +18,7 @@ from models.handmade import Stack
 from parity import Pool, Ranks, assert_same
 
 STEPS = 5
+SHARDED = {"accumulate_gradients": "sharded"}
 
 
 @pytest.mark.rest
@@ -25,12 +26,13 @@ STEPS = 5
     ("name", "microbatches", "options"),
     [
         ("whole_ones", 6, {}),
-        ("gpt2_with_dropout", 4, {}),
+        ("gpt2_with_dropout", 4, SHARDED),
         ("vit", 4, {}),
         ("llama", 8, {"mixed_precision": "bf16", "reshard_after_forward": "never"}),
-        ("mixtral", 12, {}),
+        ("mixtral", 12, SHARDED),
         ("tied", 8, {"mixed_precision": "bf16", "activation_checkpointing": "full"}),
         ("uneven", 16, {}),
+        ("uneven", 16, {**SHARDED, "mixed_precision": "bf16"}),
     ],
 )
 def test_accumulation_changes_no_bit(name: str, microbatches: int, options: dict[str, Any], pool: Pool) -> None:
@@ -45,9 +47,10 @@ def test_accumulation_changes_no_bit(name: str, microbatches: int, options: dict
 
 
 @pytest.mark.rest
-def test_replicas_split_the_microbatches_too(alone: Ranks, ranks4: Ranks) -> None:
+@pytest.mark.parametrize("options", [{}, SHARDED])
+def test_replicas_split_the_microbatches_too(options: dict[str, Any], alone: Ranks, ranks4: Ranks) -> None:
     (expected,) = alone.run(exactness.train, "gpt2_with_dropout", STEPS, {}, None, 8)
-    for found in ranks4.run(exactness.train, "gpt2_with_dropout", STEPS, {}, (2, 2), 8, "strided"):
+    for found in ranks4.run(exactness.train, "gpt2_with_dropout", STEPS, options, (2, 2), 8, "strided"):
         assert_same(found, expected)
 
 

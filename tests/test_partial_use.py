@@ -64,7 +64,7 @@ PAIRS = [case for i, case in enumerate(EVERY) if (i // 9 + i // 3 + i) % 3 == 0]
 """Of the choices every two together."""
 
 
-def gradients(rank: int, world_size: int, cases: list[tuple[str, str, str]], frozen: bool) -> None:
+def gradients(rank: int, world_size: int, cases: list[tuple[str, str, str]], frozen: bool, sums: str) -> None:
     for use, unit, precision in cases:
         torch.manual_seed(0)
         plain = Parts(unit == "a unit of all parts")
@@ -74,33 +74,35 @@ def gradients(rank: int, world_size: int, cases: list[tuple[str, str, str]], fro
         plain = plain.bfloat16() if half else plain
         trueshard.shard(model, units=UNITS[unit], **PRECISIONS[precision])
         for step in range(2):
-            sums: dict[str, torch.Tensor] = {}
+            expected: dict[str, torch.Tensor] = {}
             for micro, used in enumerate(USES[use]):
-                with trueshard.accumulate(model, last=micro == 2):
+                with trueshard.accumulate(model, last=micro == 2, gradients=sums):
                     model(rows(rank, step, micro), used).float().pow(2).mean().backward()
                 for other in range(world_size):
                     plain.zero_grad()
                     plain(rows(other, step, micro).to(plain.last.weight.dtype), used).float().pow(2).mean().backward()
                     for name, parameter in plain.named_parameters():
                         if parameter.grad is not None:
-                            sums[name] = sums.get(name, 0) + parameter.grad.float() / world_size
+                            expected[name] = expected.get(name, 0) + parameter.grad.float() / world_size
             where = f"{use}, {unit}, {precision}, step {step}"
             for name, parameter in model.named_parameters():
-                assert (parameter.grad is None) is (name not in sums), f"{where}: {name}"
+                assert (parameter.grad is None) is (name not in expected), f"{where}: {name}"
                 if parameter.grad is not None:
                     close = {"atol": 2e-2, "rtol": 2e-2} if half else {"atol": 1e-6, "rtol": 1e-5}
                     full: torch.Tensor = parameter.grad.full_tensor()
                     torch.testing.assert_close(
-                        full, sums[name], **close, msg=functools.partial("{}: {}: {}".format, where, name)
+                        full, expected[name], **close, msg=functools.partial("{}: {}: {}".format, where, name)
                     )
             model.zero_grad()
 
 
-def test_parts_that_some_microbatches_use(ranks2: Ranks) -> None:
-    ranks2.run(gradients, PAIRS, False, timeout=120)
+@pytest.mark.parametrize("sums", ["whole", "sharded"])
+def test_parts_that_some_microbatches_use(sums: str, ranks2: Ranks) -> None:
+    ranks2.run(gradients, PAIRS, False, sums, timeout=120)
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("sums", ["whole", "sharded"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_parts_that_some_microbatches_use_in_every_way(frozen: bool, ranks2: Ranks) -> None:
-    ranks2.run(gradients, EVERY, frozen, timeout=120)
+def test_parts_that_some_microbatches_use_in_every_way(frozen: bool, sums: str, ranks2: Ranks) -> None:
+    ranks2.run(gradients, EVERY, frozen, sums, timeout=120)

@@ -33,6 +33,8 @@ OUTPUT_FP32 = {
     )
 }
 CPU = {"offload": "cpu"}
+SHARDED = {"accumulate_gradients": "sharded"}
+SOME_SHARDED = {"accumulate_gradients": {"*": "whole", "*.1": "sharded"}}
 ONE_BLOCK = {"activation_checkpointing": {"*.1": "full"}}
 
 # Each model, optimizer and word once; "llama, uneven" below is without any.
@@ -49,12 +51,16 @@ TWO: dict[str, Setting] = {
     "vit, adafactor": Setting("vit", "adafactor"),
     "cnn, adamax": Setting("cnn", "adamax"),
     "perceptron, amsgrad, accumulation, bf16": Setting("perceptron", "adamw amsgrad", BF16, accumulation=3),
+    "perceptron, sharded sums": Setting("perceptron", words=SHARDED, accumulation=3),
+    "llama, one block's sums sharded, bf16": Setting("llama", words=SOME_SHARDED | BF16, accumulation=2),
+    "llama, sharded sums, exact": Setting("llama", words=SHARDED | {"exact": True}, accumulation=3),
+    "frozen, sharded sums, offload": Setting("frozen", words=SHARDED | CPU, accumulation=2),
     "perceptron, nadam, bf16, output fp32": Setting("perceptron", "nadam", OUTPUT_FP32),
     "perceptron, rprop": Setting("perceptron", "rprop"),
     "perceptron, offload": Setting("perceptron", words=CPU),
     "offload, bf16, full": Setting("llama", words=CPU | BF16 | FULL),
 }
-SHORT = ("offload, bf16, full",)
+SHORT = ("offload, bf16, full", "perceptron, sharded sums")
 """not of the rest"""
 THREE: dict[str, Setting] = {
     "llama, uneven": Setting("llama uneven", ranks=(3,)),
@@ -64,6 +70,7 @@ THREE: dict[str, Setting] = {
 FOUR: dict[str, Setting] = {
     "hybrid, bf16, full": Setting("llama", words=BF16 | FULL, ranks=(2, 2)),
     "hybrid, uneven, accumulation": Setting("perceptron", ranks=(2, 2), rank=3, accumulation=3),
+    "hybrid, uneven, sharded sums": Setting("perceptron", words=SHARDED, ranks=(2, 2), rank=3, accumulation=3),
     "node of 2, uneven, bf16": Setting("perceptron", words=NODE_OF_2 | BF16, ranks=(4,)),
 }
 

@@ -230,7 +230,14 @@ def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Ca
     with objects_frozen():
         simulations.prepare()
         with simulations.workers as side:
-            return checked(side, lambda: space.study(plan, setting, space.budget, simulations.simulator))
+
+            def make() -> Study:
+                cluster, simulator = space.cluster(setting.replicate), simulations.simulator
+                memory = space.budget or cluster.hardware.memory_bytes
+                resolved = simulator.resolve(plan or space.choices, cluster.mesh, memory)
+                return space.study(resolved, setting, space.budget, simulator)
+
+            return checked(side, make)
 
 
 # Axes

@@ -213,6 +213,11 @@ class Usage:
         for unit, empty in self._empty.items():
             empty |= {id(p) for _, p in self._units[unit] if id(p) in of}
 
+    def has_sums(self, but: Collection[int]) -> bool:
+        """Return True if a unit that reduces each microbatch has a gradient, but of parameters with these ids."""
+        members = (p for unit in self._filled for _, p in self._units[unit])
+        return any(p.grad is not None and id(p) not in but for p in members)
+
     def _forget_zeros(self) -> None:
         parameters = [p for unit in self._empty for _, p in self._units[unit] if p.requires_grad]
         if not parameters:

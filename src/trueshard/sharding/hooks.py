@@ -365,6 +365,8 @@ class Runtime(ShardedModel):
             tie.add_up()
 
     def drop_unreduced(self, of: Collection[int] | None = None) -> None:
+        if of is not None and not any(id(parameter) in of for parameter in self.parameters()):
+            return
         _torch.drop_unreduced(self.root, of)
         self.sums.drop(of)
         self.usage.forget(of)
@@ -376,7 +378,7 @@ class Runtime(ShardedModel):
                 tie.put_back()
             elif id(tie.parameter) in of:
                 tie.forget()
-        if of is None or not self.has_unreduced():
+        if of is None or not (self.has_unreduced() or self.usage.has_sums(of)):
             self.usage.forget()
             if self.exact is not None:
                 self.exact.forget()

@@ -155,11 +155,13 @@ def _measure_memory(trace: Trace, units: Mapping[str, dict[str, float]]) -> None
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit of a plan: its cost with the plan's way of recomputation, and how it is gathered again for backward."""
+    """A unit of a plan: its cost with the plan's way of recomputation, when it is gathered again, and reduced."""
 
     cost: UnitCost
     again: int
     """Ranks that it is resharded to after forward, and gathered from for backward; 0: it stays gathered."""
+    reduces_each: bool = False
+    """True if each microbatch is reduced; False: only the last one, of whole gradients."""
 
 
 class Layout:
@@ -185,10 +187,11 @@ class Layout:
 
     def seconds(self, units: Sequence[PlannedUnit], probe: Costs) -> float:
         """Return the seconds of a step."""
-        total = self._microbatch(units, reduces=self.accumulation == 1)
+        total = self._microbatch(units, is_last=True)
         if self.accumulation > 1:
-            added = ADDED * sum(unit.cost.reduced for unit in units) / self.bandwidth
-            total = (self.accumulation - 1) * (total + added) + self._microbatch(units, reduces=True)
+            sums = (u.cost.reduced / self.group if u.reduces_each else u.cost.reduced for u in units)
+            earlier = self._microbatch(units, is_last=False) + ADDED * sum(sums) / self.bandwidth
+            total += (self.accumulation - 1) * earlier
         larger = sum(unit.cost.resting for unit in units) / max(1.0, probe.resting)
         total += probe.step.forward * larger * probe.shards / self.group
         if self.offload:
@@ -198,7 +201,7 @@ class Layout:
         nodes = self.cluster.ranks // min(self.cluster.ranks, self.cluster.ranks_per_node)
         return total * (1 + STRAGGLING * math.log2(nodes))
 
-    def _microbatch(self, units: Sequence[PlannedUnit], *, reduces: bool) -> float:
+    def _microbatch(self, units: Sequence[PlannedUnit], *, is_last: bool) -> float:
         """Return the seconds of forward and backward: one queue of collectives beside the compute stream.
 
         A unit's gather is issued when the unit before has been copied out of its buffer (FSDP2 prefetches one).
@@ -220,10 +223,10 @@ class Layout:
                 gather = self._seconds("all_gather", following.again, 1, following.cost.gathered)
                 ready = queue = max(queue, copied) + gather
             compute += cost.backward
-            if reduces and cost.reduced:
+            if (is_last or unit.reduces_each) and cost.reduced:
                 compute = max(compute, reduced)
                 reduced = queue = max(queue, compute) + self._seconds("reduce_scatter", self.group, 1, cost.reduced)
-                if replicas > 1:
+                if replicas > 1 and is_last:
                     reduced += self._seconds("all_reduce", replicas, self.group, cost.reduced / self.group)
         return max(compute, queue, reduced)
 
@@ -233,23 +236,30 @@ class Layout:
         shards = sum(unit.cost.resting for unit in units)
         larger = shards / max(1.0, probe.resting)
         resting = 0.0 if self.offload else (shards + probe.step.resting * larger) * factor
-        accumulates = self.accumulation > 1
-        live = resting + (sum(unit.cost.reduced for unit in units) if accumulates else 0.0)
+        sums = [0.0 if self.accumulation == 1 else self._sum(unit) for unit in units]
+        live = resting + sum(sums)
         most, held = 0.0, 0.0
         for unit in units:
             most = max(most, live + held + unit.cost.forward_peak)
             live += unit.cost.kept
             held += self._held(unit)
         gradients = 0.0
-        for unit, following in itertools.pairwise([*reversed(units), PlannedUnit(UnitCost(), 0)]):
+        reverse = itertools.pairwise([*reversed(units), PlannedUnit(UnitCost(), 0)])
+        for (unit, following), whole in zip(reverse, reversed(sums), strict=True):
             cost = unit.cost
             # A probe gathers each unit and prefetches the next; what stays gathered is counted as held.
             besides = cost.backward_peak - sum(0.0 if near.again else near.cost.gathered for near in (unit, following))
             most = max(most, live + held + gradients + max(0.0, besides))
-            live -= cost.kept + (cost.reduced if accumulates else 0.0)
+            live -= cost.kept + whole
             held -= self._held(unit)
             gradients += 0.0 if self.offload else cost.gradient * factor
         return max(most, resting + gradients + probe.step.forward_peak * larger * factor)
+
+    def _sum(self, unit: PlannedUnit) -> float:
+        """Return the bytes that a unit's gradients of earlier microbatches take until the last one reduces it."""
+        if not unit.reduces_each:
+            return unit.cost.reduced
+        return 0.0 if self.offload else unit.cost.reduced / self.group
 
     def _held(self, unit: PlannedUnit) -> float:
         """Return the bytes of gathered parameters that a unit holds between its forward and its backward."""

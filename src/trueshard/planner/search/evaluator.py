@@ -179,7 +179,9 @@ class Evaluator:
         """Return the candidate with all that is free set by two words, in the units that ``shard()`` makes for them."""
         bases = self.bases(setting.replicate)
         split = policies.frees_root(reshard) and True in bases
-        return Candidate(setting, split, self._values(bases[split], reshard, recompute))
+        frugal = self.space.gradient_sums(setting.accumulation)[-1]
+        sums = frugal if reshard == policies.FREES_ALL else self.space.gradient_sums(setting.accumulation)[0]
+        return Candidate(setting, split, self._values(bases[split], reshard, recompute, sums))
 
     def _candidates(self, setting: Setting, split: bool) -> list[Candidate]:
         """Return the candidates with one word of each kind for all blocks; of a small model all candidates.
@@ -190,8 +192,9 @@ class Evaluator:
         base = self.bases(setting.replicate)[split]
         is_block = [unit.kind in ("block", "experts") for unit in base.units]
         choices: list[tuple[Values, ...]] = []
-        for reshard, recompute in itertools.product(self.space.reshard_words(setting.replicate), RECOMPUTE):
-            values, kept = (self._values(base, word, recompute) for word in (reshard, "never"))
+        words = self.space.reshard_words(setting.replicate), RECOMPUTE, self.space.gradient_sums(setting.accumulation)
+        for reshard, recompute, sums in itertools.product(*words):
+            values, kept = (self._values(base, word, recompute, sums) for word in (reshard, "never"))
             choices.append(tuple(kept[i] if not of_block else values[i] for i, of_block in enumerate(is_block)))
             choices.append(values)
         options = [list(dict.fromkeys(column)) for column in zip(*choices, strict=True)]
@@ -199,11 +202,15 @@ class Evaluator:
             choices = list(itertools.product(*options))
         return [Candidate(setting, split, values) for values in dict.fromkeys(choices)]
 
-    def _values(self, base: Plan, reshard: str | int, recompute: Recompute) -> tuple[Values, ...]:
-        options = self.space.settled(reshard_after_forward=reshard, activation_checkpointing=recompute)
+    def _values(self, base: Plan, reshard: str | int, recompute: Recompute, sums: str) -> tuple[Values, ...]:
+        options = self.space.settled(
+            reshard_after_forward=reshard, activation_checkpointing=recompute, accumulate_gradients=sums
+        )
         freed = policies.reshard_values(base, options.reshard_after_forward, base.ranks[-1])
         again = policies.recompute_values(base.units, options.activation_checkpointing)
-        return tuple(zip(freed, again, strict=True))
+        memory = self.budget(base.ranks[0] if len(base.ranks) > 1 else 1)
+        added = policies.accumulation_values(base, options.accumulate_gradients, base.ranks[-1], memory)
+        return tuple(zip(freed, again, added, strict=True))
 
     def units(self, candidate: Candidate) -> tuple[Unit, ...]:
         """Return a candidate's units; their values are not its own."""
@@ -212,9 +219,10 @@ class Evaluator:
     def plan(self, candidate: Candidate) -> Plan:
         """Return a plan that ``shard()`` takes as it stands, and whose words say the same as its units."""
         base = self.bases(candidate.setting.replicate)[candidate.split]
-        freed, again = zip(*candidate.values, strict=True)
+        freed, again, sums = zip(*candidate.values, strict=True)
         plan = dataclasses.replace(
             base,
+            accumulate_gradients=policies.accumulation_word(base.units, sums),
             reshard_after_forward=policies.reshard_word(base, freed, base.ranks[-1]),
             activation_checkpointing=policies.recompute_word(base.units, again),
             offload=candidate.setting.offload,
@@ -235,7 +243,7 @@ class Evaluator:
         """Start all measurements, to go on side by side."""
         sizes = sorted({microbatch for microbatch, _ in self.space.batches()})
         setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
-        used = {again for candidate in self.candidates(setting, False) for _, again in candidate.values}
+        used = {again for candidate in self.candidates(setting, False) for _, again, _ in candidate.values}
         cluster = self.space.cluster(self.replicas[0])
         base = list(self.bases(self.replicas[0]).values())[-1]
         for recompute in (word for word in RECOMPUTE if word in used):
@@ -288,14 +296,15 @@ class Evaluator:
         """Return (seconds, live bytes) of a step."""
         setting = candidate.setting
         layout = self._layout(setting)
-        costs = {word: self.costs(setting.microbatch, word) for word in {again for _, again in candidate.values}}
+        costs = {word: self.costs(setting.microbatch, word) for word in {again for _, again, _ in candidate.values}}
         most = max(costs.values(), key=lambda cost: len(cost.units))
         planned = []
         for i, names in self._measured_parts(setting.replicate, candidate.split, tuple(most.units)):
-            freed, again = candidate.values[i]
+            freed, again, sums = candidate.values[i]
             cost = summed([costs[again].units.get(name, UnitCost()) for name in names])
             group = layout.cluster.mesh[-1]
-            planned.append(PlannedUnit(cost, 0 if freed is False else group if freed is True else freed))
+            ranks = 0 if freed is False else group if freed is True else freed
+            planned.append(PlannedUnit(cost, ranks, reduces_each=sums == "sharded"))
         return layout.seconds(planned, most), layout.live_bytes(planned, most)
 
     def _layout_of(self, setting: Setting) -> Layout:
@@ -339,7 +348,7 @@ class Evaluator:
         lengths = [len(list(row)) for _, row in itertools.groupby(rows)]
         runs = sum(length >= FEWEST for length in lengths)
         blocks = sum(min(length, KEPT) if length >= FEWEST else length for length in lengths) * (1 + runs)
-        seconds = next(self.costs(candidate.setting.microbatch, word).block_seconds for _, word in candidate.values)
+        seconds = next(self.costs(candidate.setting.microbatch, word).block_seconds for _, word, _ in candidate.values)
         passes = 2 * min(candidate.setting.accumulation, MICROBATCHES)
         return seconds * passes * blocks / max(1, self.workers.count)
 

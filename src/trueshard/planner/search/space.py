@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
-from trueshard.options import Offload, Options, Recompute
+from trueshard.options import GRADIENT_SUMS, GradientSums, Offload, Options, Recompute, is_free
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.schedules import Pipeline
@@ -128,6 +128,11 @@ class Space:
         shard, node = cluster.mesh[-1], max(1, self.ranks_per_node // cluster.along("tensor"))
         return ("never", *([node] if shard > node > 1 and shard % node == 0 else []), "always")
 
+    def gradient_sums(self, accumulation: int) -> tuple[str, ...]:
+        """Return the words for gradients of several microbatches, the fastest first; ``"auto"`` where none is free."""
+        is_free_here = accumulation > 1 and is_free(self.choices.accumulate_gradients)
+        return GRADIENT_SUMS if is_free_here else ("auto",)
+
 
 def _without_auto(word: Any, instead: Any) -> Any:
     if isinstance(word, Mapping):
@@ -145,8 +150,8 @@ class Setting:
     offload: Offload
 
 
-Values = tuple[bool | int, Recompute]
-"""``Unit.reshard_after_forward`` and ``Unit.activation_checkpointing``."""
+Values = tuple[bool | int, Recompute, GradientSums]
+"""``Unit.reshard_after_forward``, ``Unit.activation_checkpointing`` and ``Unit.accumulate_gradients``."""
 
 
 @dataclass(frozen=True)

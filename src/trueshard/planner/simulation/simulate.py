@@ -202,11 +202,11 @@ class Simulator:
         with self._mode:
             return self.workload.model()
 
-    def resolve(self, how: Plan | Options, ranks: tuple[int, ...]) -> Plan:
-        """Return a plan with its units; raise ValueError if ``shard()`` refuses it."""
+    def resolve(self, how: Plan | Options, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
+        """Return a plan with its units; raise ValueError if ``shard()`` refuses it. ``memory``: bytes of a rank."""
         index = names.Index(self.model)
         with self._mode:
-            return resolve_tensor(index, engine.resolve(index, how, ranks), mesh_axes(ranks, how))
+            return resolve_tensor(index, engine.resolve(index, how, ranks, memory), mesh_axes(ranks, how))
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""
