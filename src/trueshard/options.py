@@ -41,6 +41,7 @@ RESHARD_WORDS = tuple(word for word in get_args(ReshardWord) if word != "auto")
 RECOMPUTE_WORDS = get_args(Recompute)
 OFFLOAD_WORDS = get_args(Offload)
 GRADIENT_SUMS = get_args(GradientSums)
+WHOLE, SHARDED = GRADIENT_SUMS
 PRECISION_WORDS = get_args(PrecisionWord)
 
 TENSOR_KEYS = ("ranks", "sequence", "trial")

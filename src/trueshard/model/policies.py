@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trueshard.model import names
-from trueshard.options import GRADIENT_SUMS, RECOMPUTE_WORDS, RESHARD_WORDS, GradientSums, Recompute
+from trueshard.options import GRADIENT_SUMS, RECOMPUTE_WORDS, RESHARD_WORDS, SHARDED, WHOLE, GradientSums, Recompute
 from trueshard.plans import DTYPES, MixedPrecision, Plan, Unit
 from trueshard.text import nearest
 
@@ -119,14 +119,14 @@ def accumulation_values(plan: Plan, words: Any, shard_ranks: int, memory: int | 
     for word in words.values() if isinstance(words, Mapping) else [words]:
         if word not in known:
             raise ValueError(_unknown("accumulate_gradients", word, (*known, "{glob: word}")))
-        if word == "sharded" and plan.pipeline:
+        if word == SHARDED and plan.pipeline:
             raise ValueError(
                 'accumulate_gradients="sharded" does not go with a pipeline, whose schedule reduces after the last '
                 'microbatch itself; use "whole"'
             )
     state = 4 * sum(unit.bytes for unit in plan.units) / shard_ranks
     is_whole = plan.pipeline or memory is None or state + unreduced_bytes(plan) <= memory / 2
-    chosen: GradientSums = "whole" if is_whole or shard_ranks == 1 else "sharded"
+    chosen = WHOLE if is_whole or shard_ranks == 1 else SHARDED
     by_unit = _by_unit("accumulate_gradients", plan.units, words, "auto")
     return [chosen if word == "auto" else word for word in by_unit]
 

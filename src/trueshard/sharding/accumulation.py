@@ -22,7 +22,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.options import GradientSums
+from trueshard.options import SHARDED, GradientSums
 from trueshard.sharding.gradients import Usage
 
 
@@ -49,7 +49,7 @@ class Accumulation:
     def add(self, unit: ShardedModule, parameters: list[nn.Parameter], word: GradientSums, reduce: torch.dtype) -> None:
         """Take a unit with its sharded parameters, the plan's word and the dtype in which it is reduced."""
         self._parameters[unit] = parameters
-        if word == "sharded":
+        if word == SHARDED:
             self._planned.add(unit)
         stored = {parameter.dtype for parameter in parameters if parameter.requires_grad}
         if not _torch.adds_copies_once(unit) and any(torch.promote_types(reduce, dtype) != dtype for dtype in stored):
@@ -67,7 +67,7 @@ class Accumulation:
         for unit in self._sharded:
             unit.set_requires_all_reduce(True, recurse=False)
         self.is_on = is_on
-        planned = self._planned if self.word is None else set(self._parameters) if self.word == "sharded" else set()
+        planned = self._planned if self.word is None else set(self._parameters) if self.word == SHARDED else set()
         self._sharded = {unit for unit in planned if unit not in hooked and self._may_reduce(unit)} if is_on else set()
         self.usage.fill(self._sharded)
         for unit in (*hooked, *self._sharded):

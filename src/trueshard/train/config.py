@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import Field, create_model, model_validator
 
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
-from trueshard.options import EXPONENTS, FIELDS, NAMES, Options
+from trueshard.options import EXPONENTS, FIELDS, NAMES, GradientSumsWord, Options
 from trueshard.plans import check_options
 from trueshard.train.models.config import AdapterSection, ModelSection, TokenizerSection
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
@@ -133,7 +133,10 @@ class TrainSection(Section):
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Sequences in a step over all ranks; a multiple of ranks × `accumulate`."""
     accumulate: Annotated[int, Field(ge=1)] = 1
-    """Microbatches a rank splits its part of the batch into; gradients are communicated once, after the last."""
+    """Microbatches a rank splits its part of the batch into."""
+    accumulate_gradients: GradientSumsWord | dict[Text, GradientSumsWord] | None = None
+    """As `shard.accumulate_gradients`: between microbatches each rank holds whole gradients, which are reduced once, or
+    each microbatch is reduced to shards."""
     microbatch: Annotated[int, Field(ge=1)] | None = None
     """Sequences, or answers, of one forward, instead of `accumulate`, which follows then; and `batch_size` is a
     multiple of ranks × `microbatch`."""
@@ -381,6 +384,10 @@ class Config(Section):
         self._reinforcement()
         if self.train.exact:
             self._exactly()
+        if (sums := self.train.accumulate_gradients) is not None:
+            if "accumulate_gradients" in self.shard.model_fields_set:
+                raise ValueError("accumulate_gradients is in [train] and in [shard]; remove one of them")
+            object.__setattr__(self, "shard", self.shard.model_copy(update={"accumulate_gradients": sums}))
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
         answers = ("chat", "completion", "instruction")

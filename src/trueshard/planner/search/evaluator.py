@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trueshard.model import policies
-from trueshard.options import DEFAULTS, Offload, Recompute
+from trueshard.options import DEFAULTS, SHARDED, Offload, Recompute
 from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.hardware import Mode
 from trueshard.planner.inputs.batches import quietly
@@ -304,7 +304,7 @@ class Evaluator:
             cost = summed([costs[again].units.get(name, UnitCost()) for name in names])
             group = layout.cluster.mesh[-1]
             ranks = 0 if freed is False else group if freed is True else freed
-            planned.append(PlannedUnit(cost, ranks, reduces_each=sums == "sharded"))
+            planned.append(PlannedUnit(cost, ranks, reduces_each=sums == SHARDED))
         return layout.seconds(planned, most), layout.live_bytes(planned, most)
 
     def _layout_of(self, setting: Setting) -> Layout:

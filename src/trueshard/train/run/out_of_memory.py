@@ -24,6 +24,7 @@ import torch
 
 from trueshard.machine import memory_of_process
 from trueshard.model.policies import FREES_ALL
+from trueshard.options import SHARDED
 from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.run import resuming
@@ -180,13 +181,15 @@ def _changes(
     """Yield changes, those that cost the least speed first. Of several microbatches only if the smallest fits."""
     accumulations, recomputations = _accumulations(config, ranks), _recomputations(config)
     yield from _reshard(config, ranks)
+    yield from _sharded_sums(config, ranks)
     if config.rl is not None and not config.rollout.on_server:  # ways to generate without a copy that stays
         ways = {"auto": ["kept", "sharded"], "gathered": ["kept", "sharded"], "kept": ["sharded"], "sharded": []}
         yield from ({"rollout.copy": way} for way in ways[config.rollout.copy_])
     if accumulations and fits(accumulations[-1]):
         yield from accumulations
     yield from recomputations
-    most = {key: value for change in (*_reshard(config, ranks), *recomputations) for key, value in change.items()}
+    strongest = (*_reshard(config, ranks), *_sharded_sums(config, ranks), *recomputations)
+    most = {key: value for change in strongest for key, value in change.items()}
     if len(most) > 1:
         yield most
     if most and accumulations and fits({**most, **accumulations[-1]}):
@@ -198,6 +201,12 @@ def _changes(
 def _reshard(config: Config, ranks: int) -> list[dict[str, Any]]:
     word = config.shard.options().reshard_after_forward
     return [] if word == FREES_ALL or ranks == 1 else [{"shard.reshard_after_forward": FREES_ALL}]
+
+
+def _sharded_sums(config: Config, ranks: int) -> list[dict[str, Any]]:
+    several = ranks > 1 and config.train.accumulation(config.shard.readers(ranks)) > 1
+    is_open = several and config.shard.options().accumulate_gradients != SHARDED
+    return [{"train.accumulate_gradients": SHARDED}] if is_open else []
 
 
 def _recomputations(config: Config) -> list[dict[str, Any]]:
