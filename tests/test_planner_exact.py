@@ -76,8 +76,10 @@ FOUR: dict[str, Setting] = {
 
 BY_ADDRESS = ("perceptron, offload", "offload, bf16, full")
 """Parameters that rest apart from one another are stepped in the order of their addresses, which the system chooses."""
-BY_VALUE = ("perceptron, rprop",)
-"""How much indexing by a mask takes depends on the values: two real steps differ in their curves too."""
+BY_VALUE = ("perceptron, rprop", "llama, sharded sums, exact")
+"""How much indexing by a mask takes depends on the values: two real steps differ in their curves too. And ranks check
+exact sums together, of which a simulation has one.
+"""
 
 
 def simulated(setting: Setting, *, whole: bool = True) -> Simulation:

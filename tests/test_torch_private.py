@@ -251,15 +251,49 @@ def test_parameters_that_a_rank_does_not_use(rank: int, world_size: int) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.parts[rank](x)
 
+    class Whole:
+        def fills(self, unit: nn.Module) -> bool:
+            return True
+
+        def reduces(self, unit: nn.Module, used: list[nn.Parameter]) -> None:
+            used_shapes.append([tuple(parameter.shape) for parameter in used])
+
+        def keeps(self, unit: nn.Module) -> bool:
+            return False
+
+    used_shapes: list[list[tuple[int, ...]]] = []
     model = nn.Sequential(nn.Linear(4, 4), Parts())
-    _torch.follow_accumulation(fully_shard(model[1]))
-    _torch.reduce_unused(model[1])
+    _torch.follow_accumulation([fully_shard(model[1])], Whole())
     fully_shard(model)
     for last in (False, True):
         model.set_requires_gradient_sync(last)
         model(torch.ones(2, 4)).sum().backward()
     grads = [part.bias.grad.full_tensor().tolist() for part in model[1].parts]
     assert grads == [[2.0], [2.0] * 3]
+    assert used_shapes == [[tuple(parameter.shape) for parameter in model[1].parts[rank].parameters()]]
+
+
+@on_ranks(4)
+def test_the_sum_of_a_copy_waits(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(4, 3), mesh=mesh)
+    assert _torch.adds_copies_once(model)
+    assert not _torch.adds_copies_once(fully_shard(nn.Linear(4, 3), mesh=mesh["shard"]))
+    model.set_requires_all_reduce(False)
+    for dropped in (True, False):
+        model(torch.ones(2, 4)).sum().backward()
+        (weight, weights), (bias, biases) = _torch.places_in_sum(model)
+        assert (weight, weights, bias, biases) == (model.weight, 8, model.bias, 2)  # three rows on two ranks are four
+        waiting = _torch.sum_of_copy(model)
+        assert waiting is not None
+        assert waiting.shape == (10,)
+        if dropped:
+            _torch.drop_sum_of_copy(model)
+            assert _torch.sum_of_copy(model) is None
+    model.set_requires_all_reduce(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert _torch.sum_of_copy(model) is None
+    assert model.bias.grad.full_tensor().tolist() == [4.0] * 3
 
 
 def test_a_trial_of_stages_keeps_gradients() -> None:
