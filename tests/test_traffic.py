@@ -213,18 +213,23 @@ def microbatched(rank: int, world_size: int, microbatches: int, how: str, replic
                 model.set_requires_gradient_sync(last)
                 loss(model, ids).backward()
             else:
-                with trueshard.accumulate(model, last=last or how == "each"):
+                word = "sharded" if how == "sharded" else None
+                with trueshard.accumulate(model, last=last or how == "each", gradients=word):
                     loss(model, ids).backward()
     return traffic.received, sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", all_but(["accumulate", "each"], ["accumulate", "torch's setter", "trainer", "each"]))
+WAYS = ["accumulate", "torch's setter", "trainer", "each", "sharded"]
+
+
+@pytest.mark.parametrize("how", all_but(["accumulate", "sharded"], WAYS))
 def test_gradients_of_several_microbatches_are_reduced_once_or_each_time_if_asked(how: str, ranks2: Ranks) -> None:
     for received, elements in ranks2.run(microbatched, 4, how):
-        assert received["reduce_scatter"] == (4 if how == "each" else 1) * 4 * elements / 2
+        assert received["reduce_scatter"] == (4 if how in ("each", "sharded") else 1) * 4 * elements / 2
 
 
-def test_replicas_reduce_the_gradients_of_several_microbatches_once(ranks4: Ranks) -> None:
-    for received, elements in ranks4.run(microbatched, 4, "accumulate", 2):
-        assert received["reduce_scatter"] == 4 * elements / 2
+@pytest.mark.parametrize("how", all_but(["sharded"], ["accumulate", "sharded"]))
+def test_replicas_reduce_the_gradients_of_several_microbatches_once(how: str, ranks4: Ranks) -> None:
+    for received, elements in ranks4.run(microbatched, 4, how, 2):
+        assert received["reduce_scatter"] == (4 if how == "sharded" else 1) * 4 * elements / 2
         assert received["all_reduce"] == 2 * 1 / 2 * 4 * elements / 2

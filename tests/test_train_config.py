@@ -54,6 +54,14 @@ def test_demo_is_a_llama_of_ten_million_parameters() -> None:
     assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 11e6
 
 
+def test_sums_of_gradients_are_a_key_of_training() -> None:
+    words = "train.accumulate=2", "train.accumulate_gradients=sharded"
+    config: Any = example("pretrain.toml", *words)
+    assert config.shard.options().accumulate_gradients == "sharded"
+    with pytest.raises(UserError, match=naming("accumulate_gradients", "[train]", "[shard]")):
+        example("pretrain.toml", *words, "shard.accumulate_gradients=whole")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

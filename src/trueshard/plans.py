@@ -18,6 +18,7 @@ from trueshard.options import (
     GRADIENT_SUMS,
     OFFLOAD_WORDS,
     PRECISION_WORDS,
+    SHARDED,
     TENSOR_KEYS,
     AppliedOptions,
     GradientSums,
@@ -337,7 +338,10 @@ class Plan(AppliedOptions):
             name = unit.name or "(root)"
             rows.append((name, *numbers, unit.dtype, reshard, unit.activation_checkpointing, unit.why))
         rows += [(r.name, f"{r.parameters:,}", "", "", "", "replicated", "", r.why) for r in self.replicated]
-        return "\n".join([*table(head, rows, right=(1, 2, 3)), *self.trials])
+        sharded = [unit.name or "(root)" for unit in self.units if unit.accumulate_gradients == SHARDED]
+        of = "" if len(sharded) == len(self.units) else f" of {', '.join(sharded)}"
+        sums = [f"Gradients{of} are reduced in each microbatch of a step, and add up as shards."] if sharded else []
+        return "\n".join([*table(head, rows, right=(1, 2, 3)), *sums, *self.trials])
 
 
 def _one_of(what: str, word: Any, words: Sequence[str]) -> None:

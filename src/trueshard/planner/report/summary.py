@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trueshard.axes import OPTIONS
+from trueshard.options import SHARDED
 from trueshard.planner import ledger
 from trueshard.planner.ledger import UnitUse
 from trueshard.planner.report.compare import collapse, times
@@ -101,6 +102,9 @@ def settings(study: Study) -> str:
     words = [f"sequence {forecast.sequence:,}"] if forecast.sequence > 1 else []
     words.append(f"microbatch {forecast.microbatch}")
     words += [f"accumulation {forecast.accumulation}"] if forecast.accumulation > 1 else []
+    if forecast.accumulation > 1 and (sharded := sum(unit.accumulate_gradients == SHARDED for unit in plan.units)):
+        some = "" if sharded == len(plan.units) else f" in {sharded} of {len(plan.units)} units"
+        words.append(f"gradients of each microbatch reduced{some}")
     words.append(forecast.optimizer)
     if len(plan.ranks) > 1:
         words.append(f"{plan.ranks[0]} replicas of {plan.ranks[1]} shards")
