@@ -175,7 +175,7 @@ class Unit:
     """True: free after forward, gather again in backward. False: keep. An integer: reshard to that many ranks."""
     activation_checkpointing: Recompute = "none"
     accumulate_gradients: GradientSums = "whole"
-    """How gradients of the microbatches of a step add up: whole on each rank, or as shards."""
+    """Way in which gradients of several microbatches add up: whole on each rank, or as shards."""
     unshard_in_backward: bool = True
     """False where backward does not read the parameters (an embedding)."""
     why: str = ""

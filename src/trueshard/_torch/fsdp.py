@@ -297,7 +297,7 @@ def interrupted(root: ShardedModule) -> bool:
 
 
 class Reductions(Protocol):
-    """What ``follow_accumulation`` asks and tells of each unit, when it is about to reduce its gradients."""
+    """Answers to ``follow_accumulation``, which asks of each unit when that is about to reduce its gradients."""
 
     def fills(self, unit: ShardedModule) -> bool:
         """Return True if the unit reduces zeros for parameters that this rank has no gradient of."""

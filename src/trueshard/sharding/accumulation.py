@@ -27,7 +27,7 @@ from trueshard.sharding.gradients import Usage
 
 
 class Accumulation:
-    """Which units of one sharded model add up gradients as shards, and the sums that FSDP2 does not keep."""
+    """Units of one sharded model that add up gradients as shards, and the sums that FSDP2 does not keep."""
 
     def __init__(self, usage: Usage) -> None:
         self.usage = usage

@@ -135,8 +135,8 @@ class TrainSection(Section):
     accumulate: Annotated[int, Field(ge=1)] = 1
     """Microbatches a rank splits its part of the batch into."""
     accumulate_gradients: GradientSumsWord | dict[Text, GradientSumsWord] | None = None
-    """As `shard.accumulate_gradients`: between microbatches each rank holds whole gradients, which are reduced once, or
-    each microbatch is reduced to shards."""
+    """Gradients between microbatches: whole on each rank, and reduced once, or each microbatch reduced to shards; see
+    `shard.accumulate_gradients`."""
     microbatch: Annotated[int, Field(ge=1)] | None = None
     """Sequences, or answers, of one forward, instead of `accumulate`, which follows then; and `batch_size` is a
     multiple of ranks × `microbatch`."""
