@@ -15,7 +15,7 @@ from messages import lacking, naming
 from trueshard import _torch
 from trueshard.model import policies
 from trueshard.model.names import Index
-from trueshard.options import Offload, Options
+from trueshard.options import GRADIENT_SUMS, Offload, Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
 from trueshard.planner.search.evaluator import Evaluator
@@ -131,7 +131,10 @@ def every_plan(request: Space, simulated: Remembered) -> Iterator[tuple[float, i
             ]
             for unit in plan.units
         ]
-        for (microbatch, accumulation), units in itertools.product(request.batches(), itertools.product(*choices)):
+        batches = [(batch, sums) for batch in request.batches() for sums in sums_of_units(batch, len(plan.units))]
+        for ((microbatch, accumulation), sums), units in itertools.product(batches, itertools.product(*choices)):
+            added = zip(units, sums, strict=True)
+            units = tuple(dataclasses.replace(unit, accumulate_gradients=word) for unit, word in added)
             job = Job(
                 request.workload,
                 (8,),
@@ -141,6 +144,12 @@ def every_plan(request: Space, simulated: Remembered) -> Iterator[tuple[float, i
             )
             result = simulated.study(job, request.cluster(1)).forecast
             yield 1 / result.tokens_per_second_per_rank, result.peak_reserved_bytes
+
+
+def sums_of_units(batch: tuple[int, int], units: int) -> list[tuple[str, ...]]:
+    """Every way in which gradients of several microbatches may add up, unit by unit."""
+    words: tuple[str, ...] = GRADIENT_SUMS if batch[1] > 1 else ("whole",)
+    return list(itertools.product(words, repeat=units))
 
 
 ALWAYS, NONE = {"reshard_after_forward": "always"}, {"activation_checkpointing": "none"}

@@ -179,8 +179,8 @@ class Evaluator:
         """Return the candidate with all that is free set by two words, in the units that ``shard()`` makes for them."""
         bases = self.bases(setting.replicate)
         split = policies.frees_root(reshard) and True in bases
-        frugal = self.space.gradient_sums(setting.accumulation)[-1]
-        sums = frugal if reshard == policies.FREES_ALL else self.space.gradient_sums(setting.accumulation)[0]
+        words = self.space.gradient_sums(setting.accumulation) or ("auto",)
+        sums = words[-1] if reshard == policies.FREES_ALL else words[0]
         return Candidate(setting, split, self._values(bases[split], reshard, recompute, sums))
 
     def _candidates(self, setting: Setting, split: bool) -> list[Candidate]:
@@ -192,7 +192,8 @@ class Evaluator:
         base = self.bases(setting.replicate)[split]
         is_block = [unit.kind in ("block", "experts") for unit in base.units]
         choices: list[tuple[Values, ...]] = []
-        words = self.space.reshard_words(setting.replicate), RECOMPUTE, self.space.gradient_sums(setting.accumulation)
+        every = self.space.gradient_sums(setting.accumulation) or ("auto",)
+        words = self.space.reshard_words(setting.replicate), RECOMPUTE, every
         for reshard, recompute, sums in itertools.product(*words):
             values, kept = (self._values(base, word, recompute, sums) for word in (reshard, "never"))
             choices.append(tuple(kept[i] if not of_block else values[i] for i, of_block in enumerate(is_block)))

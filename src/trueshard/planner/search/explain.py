@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from trueshard.model import policies
 from trueshard.options import Offload, is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
@@ -35,8 +36,14 @@ def described(evaluator: Evaluator, candidate: Candidate) -> str:
     words += [f"microbatch {setting.microbatch}"]
     words += [f"accumulation {setting.accumulation}"] if setting.accumulation > 1 else []
     words += [_reshard_text(plan, candidate.split), _recompute_text(plan)]
+    words += [_sums_text(plan)] if setting.accumulation > 1 else []
     words += ["offload to cpu"] if setting.offload == "cpu" else []
     return ", ".join(words)
+
+
+def _sums_text(plan: Plan) -> str:
+    words = policies.accumulation_word(plan.units, [unit.accumulate_gradients for unit in plan.units])
+    return f"gradients {words}" if isinstance(words, str) else "gradients of some units sharded"
 
 
 def _reshard_text(plan: Plan, split: bool) -> str:
@@ -210,6 +217,7 @@ def reasons(evaluator: Evaluator, proposals: Sequence[Candidate]) -> tuple[str, 
         best,
         *(candidate for candidate in evaluator.forecasts if candidate.setting.offload == offload),
         *(evaluator.uniform(best.setting, word, again) for word in words for again in RECOMPUTE),
+        *(best.adding_up(sums) for sums in space.gradient_sums(best.setting.accumulation)),
         *(proposal for proposal in proposals if proposal.setting != best.setting),
         *(evaluator.uniform(setting, "always", "full") for setting in settings),
     ]
@@ -238,6 +246,8 @@ def _choices(evaluator: Evaluator, candidate: Candidate) -> dict[str, str]:
         texts["reshard"] = _reshard_text(plan, candidate.split)
     if is_free(space.choices.activation_checkpointing):
         texts["recompute"] = _recompute_text(plan)
+    if any(len(space.gradient_sums(accumulation)) > 1 for _, accumulation in space.batches()):
+        texts["sums"] = _sums_text(plan)
     return texts
 
 

@@ -128,10 +128,9 @@ class Space:
         shard, node = cluster.mesh[-1], max(1, self.ranks_per_node // cluster.along("tensor"))
         return ("never", *([node] if shard > node > 1 and shard % node == 0 else []), "always")
 
-    def gradient_sums(self, accumulation: int) -> tuple[str, ...]:
-        """Return the words for gradients of several microbatches, the fastest first; ``"auto"`` where none is free."""
-        is_free_here = accumulation > 1 and is_free(self.choices.accumulate_gradients)
-        return GRADIENT_SUMS if is_free_here else ("auto",)
+    def gradient_sums(self, accumulation: int) -> tuple[GradientSums, ...]:
+        """Return the words for gradients of several microbatches, the fastest first; none where that is not free."""
+        return GRADIENT_SUMS if accumulation > 1 and is_free(self.choices.accumulate_gradients) else ()
 
 
 def _without_auto(word: Any, instead: Any) -> Any:
@@ -163,6 +162,10 @@ class Candidate:
     """True if embeddings are units of their own."""
     values: tuple[Values, ...]
     """One for each unit, in order."""
+
+    def adding_up(self, sums: GradientSums) -> Candidate:
+        """Return this candidate with the same sums of gradients in all units."""
+        return dataclasses.replace(self, values=tuple((freed, again, sums) for freed, again, _ in self.values))
 
     def followed_by(self, other: Candidate, count: int) -> Candidate:
         """Return this candidate with the values of another in the first ``count`` units where the two differ."""
