@@ -59,6 +59,8 @@ class UnitCost:
     gathered: float = 0.0
     """Bytes of the whole unit in the dtype that it is gathered in; ``reduced``: in the one that it is reduced in."""
     reduced: float = 0.0
+    issuing: float = 0.0
+    """Seconds in which the host issues its reduction."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,15 @@ def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
     last_forward: dict[str, int] = {}
     kernels: defaultdict[tuple[str, str], int] = defaultdict(int)
     times = all_seconds(trace.events, cluster.hardware, mode)
+    efficiency = cluster.hardware.efficiency(mode)
+    launch = efficiency.launch_seconds
     for i, (event, seconds) in enumerate(zip(trace.events, times, strict=True)):
         phase, unit = event.place.phase, event.place.unit
         if type(event) is Kernel:
             if phase == "forward":
                 last_forward[unit] = i
             if event.stream != "compute":
+                units[unit]["issuing"] += launch if phase == "backward" else 0.0
                 continue
             if event.op == _COPY_OUT:
                 units[unit]["copies"] += seconds if phase == "forward" else 0.0
@@ -120,7 +125,8 @@ def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
         elif type(event) is Communication and event.op in ("all_gather", "reduce_scatter"):
             kind = "gathered" if event.op == "all_gather" else "reduced"
             units[event.unit][kind] = max(units[event.unit][kind], event.bytes)
-    launch = cluster.hardware.efficiency(mode).launch_seconds
+            if kind == "reduced":
+                units[event.unit]["issuing"] += launch + efficiency.collective_seconds
     for (name, key), count in kernels.items():  # the host issues kernels one after the other
         units[name][key] = max(units[name][key], count * launch)
     _measure_memory(trace, units)
@@ -189,8 +195,9 @@ class Layout:
         """Return the seconds of a step."""
         total = self._microbatch(units, is_last=True)
         if self.accumulation > 1:
-            sums = (u.cost.reduced / self.group if u.reduces_each else u.cost.reduced for u in units)
-            earlier = self._microbatch(units, is_last=False) + ADDED * sum(sums) / self.bandwidth
+            earlier = self._microbatch(units, is_last=False)
+            earlier += ADDED * sum(unit.cost.reduced for unit in units if not unit.reduces_each) / self.bandwidth
+            earlier += sum(unit.cost.issuing for unit in units if unit.reduces_each)
             total += (self.accumulation - 1) * earlier
         larger = sum(unit.cost.resting for unit in units) / max(1.0, probe.resting)
         total += probe.step.forward * larger * probe.shards / self.group
