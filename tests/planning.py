@@ -198,11 +198,16 @@ def _lora() -> nn.Module:
     return peft.get_peft_model(MODELS["llama"][0](), config).train()
 
 
-def _experts(routed: bool = False) -> nn.Module:
-    """Blocks of four experts, to which tokens go in turn, unless routers decide: from each rank equally many."""
+def _experts(routed: bool = False, count: int = 4) -> nn.Module:
+    """Blocks of experts, to which tokens go in turn, unless routers decide: from each rank equally many."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    sizes = _LLAMA | {
+        "num_experts": count,
+        "num_experts_per_tok": count // 2,
+        "moe_intermediate_size": 48,
+        "head_dim": 16,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     for layer in model.model.layers if not routed else ():
         layer.mlp.gate.register_forward_hook(_in_turn)
@@ -319,6 +324,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "llama uneven, text": (lambda: MODELS["llama uneven"][0](), text, own_loss, 47),
     "llama deep, text": (lambda: MODELS["llama deep"][0](), text, own_loss, 48),
     "qwen3 moe": (_experts, text, own_loss, 48),
+    "qwen3 moe, 2 experts": (lambda: _experts(count=2), text, own_loss, 48),
     "qwen3 moe, routed": (lambda: _experts(routed=True), text, own_loss, 48),
     "lora": (_lora, _ids, _language_loss, 48),
     "frozen": (_frozen_tower, _ids, _language_loss, 48),

@@ -54,6 +54,8 @@ SIGMOID = {
 CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 4},
+    "qwen3_moe, 2 experts": {"moe_intermediate_size": 24, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 4},
+    "qwen3_moe, 3 experts": {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 4},
     "gpt_oss": {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},
     "dots1": SIGMOID | {"n_shared_experts": 1, "head_dim": 4},
     "deepseek_v3": SIGMOID
@@ -66,7 +68,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, **fields: Any) -> nn.Mo
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(SIZES | CASES[name] | fields))
+    config = AutoConfig.for_model(name.partition(",")[0], **(SIZES | CASES[name] | fields))
     kernel = "eager" if dtype is torch.float64 else None  # torch has no grouped products of float64
     model = AutoModelForCausalLM.from_config(config, experts_implementation=kernel).to(dtype)
     with torch.no_grad():

@@ -66,11 +66,14 @@ THREE: dict[str, Setting] = {
     "llama, uneven": Setting("llama uneven", ranks=(3,)),
     "perceptron, bf16, last rank": Setting("perceptron", words=BF16, ranks=(3,), rank=2),
     "lora, bf16, always": Setting("lora", words=BF16 | ALWAYS, ranks=(3,)),
+    "fewer experts than ranks": Setting("qwen3 moe, 2 experts", words=ALWAYS, ranks=(3,), rank=1),
 }
 FOUR: dict[str, Setting] = {
     "hybrid, bf16, full": Setting("llama", words=BF16 | FULL, ranks=(2, 2)),
     "hybrid, uneven, accumulation": Setting("perceptron", ranks=(2, 2), rank=3, accumulation=3),
     "hybrid, uneven, sharded sums": Setting("perceptron", words=SHARDED, ranks=(2, 2), rank=3, accumulation=3),
+    "fewer experts than ranks, bf16": Setting("qwen3 moe, 2 experts", words=BF16, ranks=(4,)),
+    "fewer experts than ranks, node of 2": Setting("qwen3 moe, 2 experts", words=NODE_OF_2, ranks=(4,)),
     "node of 2, uneven, bf16": Setting("perceptron", words=NODE_OF_2 | BF16, ranks=(4,)),
 }
 

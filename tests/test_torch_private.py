@@ -226,6 +226,22 @@ def test_units(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_what_is_cut_inside_its_rows_rests_on_a_smaller_group(rank: int, world_size: int) -> None:
+    """FSDP2 would join what comes back along the dimension of the shards."""
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    model[0].weight.data.copy_(torch.arange(12.0).view(3, 4))
+    fully_shard(model[0], shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+    fully_shard(model)
+    _torch.set_reshard_after_forward(model[0], 2, {})
+    output = model(torch.ones(1, 4))
+    assert model[0].weight.to_local().shape == (6,)
+    model[0].unshard()
+    assert torch.equal(model[0].weight, torch.arange(12.0).view(3, 4))
+    output.sum().backward()
+    assert model[0].weight.grad.to_local().shape == (3, 2)
+
+
+@on_ranks(2)
 def test_scaling(rank: int, world_size: int) -> None:
     """A gradient scaler's operator on a list that a replicated gradient leads: torch's own handler loses the inf."""
     mesh = init_device_mesh("cpu", (world_size,))

@@ -223,6 +223,11 @@ class Plan(AppliedOptions):
     ranks: tuple[int, ...] = ()
     """Ranks over which gradients are averaged: (shard,) or (replicate, shard), where those of a context shard, too;
     empty before the plan is resolved."""
+    cut_dimensions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Parameter → dimension along which ranks have a part each, where that is not the first. Follows from shapes and
+    ``ranks``, and is computed anew when the plan is applied."""
+    padding: int = 0
+    """Bytes of padding that the shards of all ``ranks`` that share a parameter have together."""
     resolved_for: str = ""
     """The policies that the units' values were resolved for; with other policies they are resolved again."""
     forecast: Forecast | None = dataclasses.field(default=None, compare=False)
@@ -285,6 +290,18 @@ class Plan(AppliedOptions):
             return ('What ranks compute from parts of matrices and batches was not tried: "trial" is false.',)
         return tuple(f"Tried: {sentence}." for sentence in self.tried)
 
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Sentences about parameters that are not cut by rows, and about padding."""
+        sentences, whole = [], sum(unit.bytes for unit in self.units)
+        for dim in sorted(set(self.cut_dimensions.values())):
+            first, *others = (name for name, other in self.cut_dimensions.items() if other == dim)
+            more = f" and {len(others)} more" if others else ""
+            sentences.append(f"Cut along dimension {dim}, since rows would be padded: {first}{more}.")
+        if self.padding * 100 >= max(1, whole):
+            sentences.append(f"Padding: {size(self.padding)} on {self.ranks[-1]} ranks, beside {size(whole)}.")
+        return tuple(sentences)
+
     def unit(self, name: str) -> Unit:
         """Return the unit called ``name``, or the one with a module of that name.
 
@@ -341,7 +358,7 @@ class Plan(AppliedOptions):
         sharded = [unit.name or "(root)" for unit in self.units if unit.accumulate_gradients == SHARDED]
         of = "" if len(sharded) == len(self.units) else f" of {', '.join(sharded)}"
         sums = [f"Gradients{of} are reduced in each microbatch of a step, and add up as shards."] if sharded else []
-        return "\n".join([*table(head, rows, right=(1, 2, 3)), *sums, *self.trials])
+        return "\n".join([*table(head, rows, right=(1, 2, 3)), *sums, *self.cuts, *self.trials])
 
 
 def _one_of(what: str, word: Any, words: Sequence[str]) -> None:

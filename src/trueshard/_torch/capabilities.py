@@ -30,7 +30,8 @@ NEEDED = {
     "_register_post_backward_hook",
     f"{_FSDP}._fsdp_param.FSDPParam": "_unsharded_param _param_fqn sharded_param offload_to_cpu mp_policy "
     "_module_info free_unsharded_param all_gather_outputs reset_sharded_param "
-    "post_forward_mesh_info _orig_size _init_sharded_post_forward_param_metadata",
+    "post_forward_mesh_info _orig_size _init_sharded_post_forward_param_metadata fsdp_placement sharded_state "
+    "sharded_post_forward_size contiguous_sharded_post_forward_stride",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state _orig_cls_mro_index",
     "torch.distributed.tensor.DTensor": "_local_tensor _op_dispatcher",
     "torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks _version",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 from torch.distributed import _composable_state
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
@@ -23,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
-from trueshard._torch.modules import in_backward, limit_alike
+from trueshard._torch.modules import in_backward
 from trueshard._torch.patches import Undo, replace
-from trueshard._torch.simulating import is_fake, is_plain, real_tensors
+from trueshard._torch.simulating import is_fake, is_plain
 from trueshard._torch.tensors import call_with_gradient, own_storage, tensors_in
 
 if TYPE_CHECKING:
@@ -442,31 +441,6 @@ def has_unreduced(root: nn.Module) -> bool:
         or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
         for parameter in _parameters_below(root)
     )
-
-
-def set_reshard_after_forward(module: ShardedModule, policy: bool | int, meshes: dict[Any, DeviceMesh]) -> None:
-    """``FSDPModule.set_reshard_after_forward``, for one unit, that also takes a node size.
-
-    The public setter refuses integers, and ``fully_shard(reshard_after_forward=int)`` makes new process groups for
-    each unit. ``meshes`` is the caller's table of the smaller meshes, so that a size makes its groups once.
-    """
-    if isinstance(policy, bool):
-        module.set_reshard_after_forward(policy, recurse=False)
-        return
-    module._get_fsdp_state()._auto_reshard_after_forward = False
-    for group in _groups(module):
-        mesh = group.mesh_info.mesh
-        if (mesh, policy) not in meshes:
-            with real_tensors():
-                ranks = mesh.mesh.view(-1, policy)
-                meshes[mesh, policy] = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
-                limit_alike(meshes[mesh, policy])
-        info = HSDPMeshInfo(meshes[mesh, policy], shard_mesh_dim=1, replicate_mesh_dim=0)
-        group.post_forward_mesh_info = info
-        for parameter in group.fsdp_params:
-            parameter.post_forward_mesh_info = info
-            unsharded = torch.empty(parameter._orig_size, device="meta")
-            parameter._init_sharded_post_forward_param_metadata(unsharded)
 
 
 def join_shards(root: nn.Module, small: int) -> None:

@@ -119,13 +119,16 @@ def _indices(
         for begin in range(0, count, _CHUNK):
             yield begin, torch.arange(first + begin, first + min(begin + _CHUNK, count), device=device)
         return
-    places = torch.zeros((), dtype=torch.int64, device=device)
-    for runs, stride in zip(region, strides, strict=True):
-        indices = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
-        places = places.unsqueeze(-1) + indices * stride
-    places = (places.unsqueeze(-1) + torch.arange(width, device=device)).reshape(-1)
-    for begin in range(0, places.numel(), _CHUNK):
-        yield begin, places[begin : begin + _CHUNK]
+    tables = [
+        torch.cat([torch.arange(start, stop, device=device) for start, stop in runs]) * stride
+        for runs, stride in zip(region, strides, strict=True)
+    ]
+    for begin in range(0, count := math.prod(extent(region)) * width, _CHUNK):
+        rest = torch.arange(begin, min(begin + _CHUNK, count), device=device)
+        places, rest = rest % width, rest // width
+        for table in reversed(tables):
+            places, rest = places + table[rest % len(table)], rest // len(table)
+        yield begin, places
 
 
 def _mixed(indices: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

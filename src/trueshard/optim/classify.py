@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from trueshard.errors import with_kind
-from trueshard.model.regions import rows_of
 from trueshard.optim import trial
 from trueshard.optim.rebind import by_shape, family
 from trueshard.optim.runs import BINDING
@@ -47,6 +46,8 @@ class Verdict:
 
     whole: bool = False
     """An element's update depends on others of its parameter, beyond its row: it is made by the owner."""
+    inside: bool = False
+    """An element's update depends on the element alone, so a rank may have parts of rows; not asked of all."""
     elementwise: bool = False
     """An element's update depends on the element alone, so parameters can be stepped as one flat tensor."""
     decoupled: bool = False
@@ -86,17 +87,19 @@ _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
 
-def classify(optimizer: torch.optim.Optimizer, *, exact: bool = False) -> list[Verdict]:
+def classify(optimizer: torch.optim.Optimizer, *, exact: bool = False, inside: bool = False) -> list[Verdict]:
     """Return a verdict for each group, the same on every rank; raise ValueError, with the reason, if it cannot step.
+
+    ``inside``: some ranks have parts of rows, so it is tried whether these may be stepped.
 
     ``exact``: an update has the same bits however parameters are cut. An owner that is given gradients alone adds its
     update to zeros first, which rounds once more than one rank does; and what is drawn follows from the parameter.
     """
-    verdicts = _classified(optimizer, exact)
+    verdicts = _classified(optimizer, exact, inside)
     return [dataclasses.replace(verdict, decoupled=False) for verdict in verdicts] if exact else verdicts
 
 
-def _classified(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
+def _classified(optimizer: torch.optim.Optimizer, exact: bool, inside: bool) -> list[Verdict]:
     cls = type(optimizer)
     groups = optimizer.param_groups
     if any(group.get("differentiable") for group in groups):
@@ -130,7 +133,7 @@ def _classified(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
             raise refusal(optimizer, "it rounds at random, which every rank does differently", instead)
         return [Verdict() for _ in groups]
     try:
-        return _tried(optimizer, exact)
+        return _tried(optimizer, exact, inside)
     except Refused as refused:
         raise refusal(optimizer, str(refused), refused.instead) from refused.__cause__
 
@@ -166,10 +169,10 @@ class Tried:
     """Operators that ran for each of them alone."""
 
 
-def _tried(optimizer: torch.optim.Optimizer, exact: bool) -> list[Verdict]:
+def _tried(optimizer: torch.optim.Optimizer, exact: bool, inside: bool) -> list[Verdict]:
     _refuse_untried(optimizer)
     groups = optimizer.param_groups
-    verdicts = [Verdict(rows=set()) for _ in groups]
+    verdicts = [Verdict(rows=set(), inside=inside) for _ in groups]
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
@@ -239,6 +242,8 @@ def _try(optimizer: torch.optim.Optimizer, verdicts: list[Verdict], shapes: Shap
         members = [k for k, place in enumerate(places) if place[0] == g]
         if members and not verdict.whole:
             verdict.whole = not _steps_by_rows(attempt, g, together, members, verdict)
+        if members and verdict.inside and not verdict.whole:
+            verdict.inside = _steps_inside(attempt, g, together, members)
     return tried
 
 
@@ -254,15 +259,19 @@ def _try_again(attempt: functools.partial[Result], verdicts: list[Verdict]) -> N
         raise
     except Exception as error:
         raise Refused(f"it cannot be tried for {attempt.args[2]} steps ({with_kind(error)})") from error
+
+    def fits(k: int, place: Place, cut: int | None, inside: bool = False) -> bool:
+        with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            found = attempt(only=place, cut=cut, inside=inside)
+            rank = None if cut is None else 0
+            return _same_settings(together, found, (place[0], -1)) and not _differs(together, found, [k], rank, inside)
+        return False
+
     for k, place in enumerate(_places(attempt.args[1])):
         g, verdict = place[0], verdicts[place[0]]
-        for cut in (None,) if verdict.whole else (g, None):
-            with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-                found = attempt(only=place, cut=cut)
-                rank = None if cut is None else 0
-                if _same_settings(together, found, (g, -1)) and not _differs(together, found, [k], rank):
-                    break
-            if cut is None:
+        verdict.inside = verdict.inside and not verdict.whole and fits(k, place, g, inside=True)
+        if verdict.whole or not fits(k, place, g):
+            if not fits(k, place, None):
                 raise Refused(_COUPLED)
             verdict.whole = True
 
@@ -293,19 +302,26 @@ def _try_shapes(optimizer: torch.optim.Optimizer, tried: list[Tried], verdicts: 
             stand_ins = [[smaller] * 2 * (g == k) for k in range(len(verdicts))]
             tried.append(_try(optimizer, verdicts, stand_ins, STEPS, exact))
             verdicts[g].whole |= smaller != shape and not _goes_like(tried[-1], g, shape, steps)
+        if verdicts[g].inside and not verdicts[g].whole:
+            verdicts[g].inside = all(
+                any(_goes_like(each, g, shape, STEPS, least=(1,) * len(shape)) for each in tried) for shape in shapes
+            )
 
 
-def _goes_like(tried: Tried, g: int, shape: tuple[int, ...], steps: int) -> bool:
-    """True if a parameter of ``shape``, and a row of it, run what a stand-in in group ``g`` ran."""
+def _goes_like(tried: Tried, g: int, shape: tuple[int, ...], steps: int, least: tuple[int, ...] | None = None) -> bool:
+    """True if a parameter of ``shape``, and the ``least`` of it (a row), run what a stand-in in group ``g`` ran."""
     optimizer, shapes, most = tried.attempt.args
     i = next((i for i, known in enumerate(shapes[g]) if len(known) == len(shape)), None)
     if i is None:
         return False
     whole, row = tried.paths[g, i].follow(), tried.paths[g, i].follow()
     try:
-        for path, rows, count in ((whole, shape[0], min(steps, most)), (row, 1, trial.LARGE_STEPS)):
+        for path, shown, count in (
+            (whole, shape, min(steps, most)),
+            (row, least or (1, *shape[1:]), trial.LARGE_STEPS),
+        ):
             changed = [[*in_group] for in_group in shapes]
-            changed[g][i] = rows, *shape[1:]
+            changed[g][i] = shown
             run(optimizer, changed, count, **tried.attempt.keywords | {"only": (g, i), "path": path, "extreme": False})
     except (Parted, Exception):  # also where values are asked for, which fake tensors have not
         return False
@@ -363,15 +379,8 @@ def _steps_by_rows(
     attempt: Callable[..., Result], g: int, together: Result, members: list[int], verdict: Verdict
 ) -> bool:
     """True if the pieces of group ``g`` step as the whole; note in the verdict which of its state is in pieces, too."""
-    pieces: list[Result] = []
-    for rank in range(RANKS):
-        try:
-            piece = attempt(rank=rank, cut=g)
-        except Exception:
-            return False
-        if not _same_settings(together, piece, (g, -1)) or _differs(together, piece, members, rank):
-            return False  # at the first that differs: trying is most of what sharding such an optimizer costs
-        pieces.append(piece)
+    if (pieces := _like_the_whole(attempt, g, together, members)) is None:
+        return False
     assert verdict.rows is not None
     for k in members:
         if together.before[k].ndim == 0:
@@ -385,6 +394,35 @@ def _steps_by_rows(
             else:
                 return False
     return not verdict.rows & verdict.replicated
+
+
+def _steps_inside(attempt: Callable[..., Result], g: int, together: Result, members: list[int]) -> bool:
+    """True if parts of rows of group ``g`` step as the whole, and their state is cut as they are, or not at all."""
+    if (pieces := _like_the_whole(attempt, g, together, members, inside=True)) is None:
+        return False
+    for k in members:
+        for path, value in together.state[k].items():
+            is_cut = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == together.before[k].shape
+            for rank, piece in enumerate(pieces):
+                if not _same(piece.state[k].get(path), trial.piece_of(value, rank, inside=True) if is_cut else value):
+                    return False
+    return True
+
+
+def _like_the_whole(
+    attempt: Callable[..., Result], g: int, together: Result, members: list[int], inside: bool = False
+) -> list[Result] | None:
+    """Return how the pieces of group ``g`` step, by rank; None if not as the whole."""
+    pieces: list[Result] = []
+    for rank in range(RANKS):
+        try:
+            piece = attempt(rank=rank, cut=g, inside=inside)
+        except Exception:
+            return None
+        if not _same_settings(together, piece, (g, -1)) or _differs(together, piece, members, rank, inside):
+            return None  # at the first that differs: trying is most of what sharding such an optimizer costs
+        pieces.append(piece)
+    return pieces
 
 
 def _are_rows(pieces: list[Any], whole: Any, rows: int) -> bool:
@@ -420,15 +458,14 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _differs(one: Result, two: Result, members: Sequence[int], rank: int | None = None) -> bool:
-    """True if what became of ``members`` differs; with a ``rank``, ``two`` has the rows of it alone."""
+def _differs(one: Result, two: Result, members: Sequence[int], rank: int | None = None, inside: bool = False) -> bool:
+    """True if what became of ``members`` differs; with a ``rank``, ``two`` has ``piece_of`` them alone."""
     for k in members:
         for values, others in zip(one.later, two.later, strict=True):
             a, b = values[k].double(), others[k].double()
             limit = TOLERANCE * _largest((a - one.before[k].double()).abs())
-            if rank is not None and a.ndim:
-                start, count = rows_of(len(a), rank, RANKS)
-                a = a[start : start + count]
+            if rank is not None:
+                a = trial.piece_of(a, rank, inside)
             if not torch.allclose(a, b, rtol=1e-6, atol=max(limit, 1e-12), equal_nan=True):
                 return True
     return False

@@ -331,7 +331,7 @@ class GroupStandIns:
         """(position in the group, parameter) of those that an owner updates."""
         if not verdict.elementwise:
             cut = [(i, p) for i, p in enumerate(parameters) if isinstance(p, DTensor) and sharded_over(p)]
-            self.owned = [(i, p) for i, p in cut if verdict.whole or not has_whole_rows(p)]
+            self.owned = [(i, p) for i, p in cut if verdict.whole or not (verdict.inside or has_whole_rows(p))]
         self._single: dict[int, StandIn] = {id(p): Placeholder(p) for _, p in self.owned}
         """``id`` of a parameter → the stand-in that takes its place alone."""
         self._joined = _join_neighbours(self._parameters) if verdict.elementwise else []

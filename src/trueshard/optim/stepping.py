@@ -44,6 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.model import registry
+from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.exact import are_exact
 from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
@@ -133,7 +134,8 @@ def bind(optimizer: torch.optim.Optimizer, verdicts: list[Verdict] | None = None
 
 
 def _verdicts(optimizer: torch.optim.Optimizer) -> list[Verdict]:
-    return classify(optimizer, exact=are_exact(_members(optimizer)))
+    members = _members(optimizer)
+    return classify(optimizer, exact=are_exact(members), inside=not all(map(has_whole_rows, members)))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -120,29 +120,40 @@ def within(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
+Part: TypeAlias = tuple[int, bool] | None
+"""``rank`` and ``inside`` of ``piece_of``; None: the whole."""
+
+
+def piece_of(tensor: torch.Tensor, rank: int, inside: bool = False) -> torch.Tensor:
+    """Return some rows, a view: those of ``rank``; if ``inside``, of these its part along every other dimension, too.
+
+    What an element of that part becomes without the rest, it becomes in any larger part.
+    """
+    for dim in range(tensor.ndim if inside else min(tensor.ndim, 1)):
+        tensor = tensor.narrow(dim, *rows_of(tensor.shape[dim], rank, RANKS))
+    return tensor
+
+
 @functools.lru_cache(maxsize=1024)
-def _gradient(shape: tuple[int, ...], number: int, rank: int | None, step: int, factor: float) -> torch.Tensor:
+def _gradient(shape: tuple[int, ...], number: int, part: Part, step: int, factor: float) -> torch.Tensor:
     """Return the same gradient in every trial, ``factor`` times as large. Read-only.
 
     It keeps its direction: what estimates a distance from how far it went must see progress.
     """
-    value = _values(shape, number + 100, rank) + 0.3 * _values(shape, 1000 * (step + 1) + number, rank)
+    value = _values(shape, number + 100, part) + 0.3 * _values(shape, 1000 * (step + 1) + number, part)
     return value * (factor * 3.0 ** (number % 4))
 
 
 @functools.lru_cache(maxsize=1024)
-def _values(shape: tuple[int, ...], seed: int, rank: int | None) -> torch.Tensor:
-    """Return normal values made from ``seed``, rows of very different size; of a ``rank`` its rows. Read-only."""
+def _values(shape: tuple[int, ...], seed: int, part: Part) -> torch.Tensor:
+    """Return a part of normal values made from ``seed``, rows of very different size. Read-only."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator)
     if not shape:
         return values
     rows = torch.logspace(-2, 1, shape[0])[torch.randperm(shape[0], generator=generator)]
     values *= rows.view(-1, *[1] * (len(shape) - 1))
-    if rank is None:
-        return values
-    start, count = rows_of(shape[0], rank, RANKS)
-    return values[start : start + count].clone()
+    return values if part is None else piece_of(values, *part).clone()
 
 
 def forget_values() -> None:
@@ -164,6 +175,7 @@ def run(
     only: Place | None = None,
     rank: int = 0,
     cut: int | None = None,
+    inside: bool = False,
     same_draws: bool = False,
     apart: bool = False,
     path: Path | None = None,
@@ -172,7 +184,7 @@ def run(
 
     ``extreme``: the last gradients are very large, and very small. ``fresh``: forget what the optimizer has counted.
     ``remade``: construct it anew. ``only``: the one stand-in, as (group, position), that has gradients; None: all.
-    ``cut``: the group of whose stand-ins there is the piece of ``rank`` alone; None: none. ``same_draws``: whatever was
+    ``cut``: the group of whose stand-ins there is ``piece_of`` them alone; None: none. ``same_draws``: whatever was
     drawn before, torch draws the same. ``apart``: a step takes a run for each stand-in. ``path``: note operators
     there, of fake tensors if it follows another.
     """
@@ -181,7 +193,7 @@ def run(
         _come_sooner(trial)
     numbers = itertools.count(1)
     kinds = {
-        (g, i): (shape, next(numbers), rank if g == cut else None)
+        (g, i): (shape, next(numbers), (rank, inside) if g == cut else None)
         for g, in_group in enumerate(shapes)
         for i, shape in enumerate(in_group)
     }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
@@ -101,9 +101,11 @@ def apply(
         _prepare_modules(unit, [modules[name] for name in unit.modules], plan, parts)
     if shared is not None and parts is not None:
         split_ends(modules, parts, shared.get_group())
+    dimensions = plan.cut_dimensions
+    shard_of: dict[Any, Shard] = {_present(p): Shard(dimensions[p.name]) for p in originals if p.name in dimensions}
     # [Note: Order of application]
     for unit in sorted(plan.units, key=lambda unit: -max(index.depths[name] for name in unit.modules)):
-        _shard_unit(unit, modules, plan, axes, whole)
+        _shard_unit(unit, modules, plan, axes, whole, shard_of)
     if plan.exact and mesh.size(-1) == 1:
         _torch.align_gradients(root)
     else:
@@ -138,7 +140,12 @@ def _prepare_modules(unit: Unit, modules: list[nn.Module], plan: Plan, parts: Pa
 
 
 def _shard_unit(
-    unit: Unit, modules: Mapping[str, nn.Module], plan: Plan, axes: Axes, replicated: set[nn.Parameter]
+    unit: Unit,
+    modules: Mapping[str, nn.Module],
+    plan: Plan,
+    axes: Axes,
+    replicated: set[nn.Parameter],
+    shard_of: Mapping[nn.Parameter, Shard],
 ) -> None:
     members: Any = [modules[name] for name in unit.modules]
     policy = unit.reshard_after_forward
@@ -162,6 +169,7 @@ def _shard_unit(
             cast_forward_inputs=mixed.cast_inputs,
         ),
         offload_policy=offload,
+        shard_placement_fn=shard_of.get if shard_of else None,  # rows, where it gives None
         ignored_params=replicated or None,
     )
     if not unit.unshard_in_backward:
@@ -215,13 +223,19 @@ def _attach(
 
 def _move_attachments(original: Held) -> nn.Parameter:
     """Give the parameter that took the place of ``original`` its attributes and its gradient; return it."""
-    module, attribute = original.places[0]
-    new = _torch.own_parameters(module)[attribute]
-    assert new is not None
+    new = _present(original)
     new.__dict__.update(attributes_of(original.tensor))
     if original.tensor.grad is not None and isinstance(new, DTensor):
         new.grad = shard_like(original.tensor.grad, new)
     return new
+
+
+def _present(original: Held) -> nn.Parameter:
+    """Return what stands in the place of a parameter now."""
+    module, attribute = original.places[0]
+    parameter = _torch.own_parameters(module)[attribute]
+    assert parameter is not None
+    return parameter
 
 
 def _carry_to_gathered(original: Held, unit: list[nn.Module]) -> None:

@@ -29,6 +29,7 @@ from trueshard.parallel.experts import try_experts
 from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
 from trueshard.plans import Plan, check_options
 from trueshard.sharding import apply, exact
+from trueshard.sharding.cut_dimensions import with_cut_dimensions
 from trueshard.sharding.hooks import Runtime, runtime_of
 from trueshard.sharding.stall_watch import watch_ranks
 
@@ -58,10 +59,12 @@ def shard(
             resolved = resolve(index, how, tuple(axes.data.shape), memory)
             for axis in reversed(AXES):  # from the innermost outwards: one may read what an inner one has resolved
                 resolved = axis.resolved(index, resolved, axes.sizes)
+            resolved = with_cut_dimensions(index, resolved)
             exact.refuse(index.root, resolved)
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
-            verdicts = [classify(optimizer, exact=bool(resolved.exact)) for optimizer in optimizers]
+            inside = resolved.tensor > 1 or bool(resolved.cut_dimensions)
+            verdicts = [classify(each, exact=bool(resolved.exact), inside=inside) for each in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key not in ("units", "tried")]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []

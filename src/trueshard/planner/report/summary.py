@@ -253,6 +253,7 @@ def _unit_reasons(study: Study) -> Iterator[str]:
             yield f"{row}: {row.items[0].why}."
     for parameter in study.plan.replicated:
         yield f"{parameter.name} is replicated: {parameter.why}."
+    yield from study.plan.cuts
 
 
 # Memory, communication, time

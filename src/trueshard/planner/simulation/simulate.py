@@ -35,6 +35,7 @@ from trueshard.planner.trace import EventPlace, Kernel, Phase, Trace
 from trueshard.planner.workload import Job, Workload, mesh_axes
 from trueshard.plans import Plan
 from trueshard.sharding import engine
+from trueshard.sharding.cut_dimensions import with_cut_dimensions
 from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
@@ -173,9 +174,8 @@ class Short:
             for unit in self.plan.units
             if is_left(unit.name)
         ]
-        fixed = dataclasses.replace(
-            self.plan, units=(), reshard_after_forward="", activation_checkpointing="", resolved_for=""
-        )
+        fixed = dataclasses.replace(self.plan, units=(), cut_dimensions={}, padding=0)
+        fixed = dataclasses.replace(fixed, reshard_after_forward="", activation_checkpointing="", resolved_for="")
         batch = job.microbatch, job.accumulation, job.workload.sequence, job.workload.score is None
         where = job.ranks, job.rank, job.on_cpu, job.recorder, job.imbalance, job.in_flight
         return repr((where, batch, units, fixed, [(run.container, run.period) for run in self.runs], self.kept))
@@ -206,7 +206,8 @@ class Simulator:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it. ``memory``: bytes of a rank."""
         index = names.Index(self.model)
         with self._mode:
-            return resolve_tensor(index, engine.resolve(index, how, ranks, memory), mesh_axes(ranks, how))
+            plan = resolve_tensor(index, engine.resolve(index, how, ranks, memory), mesh_axes(ranks, how))
+            return with_cut_dimensions(index, plan)
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""

@@ -18,7 +18,7 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError
 from trueshard.model import names
 from trueshard.model.names import matching
-from trueshard.model.regions import copy_here
+from trueshard.model.regions import copy_here, has_whole_rows
 from trueshard.sharding.engine import sharded
 from trueshard.text import nearest
 from trueshard.train.models.quantized import QuantizedLinear, quantise
@@ -76,7 +76,10 @@ def copy_module(target: nn.Module, source: nn.Module) -> None:
         ours, theirs = (list(names.named_tensors(model, kind)) for model in (target, source))
         for (_, module, attribute, tensor), (_, other, _, value) in zip(ours, theirs, strict=True):
             if attribute == "packed" and isinstance(module, QuantizedLinear) and not isinstance(other, QuantizedLinear):
-                _torch.local(tensor).copy_(quantise(_torch.local(value), module.kind))
+                if has_whole_rows(tensor) and has_whole_rows(value):
+                    _torch.local(tensor).copy_(quantise(_torch.local(value), module.kind))
+                else:
+                    copy_tensor(tensor, quantise(gather(value), module.kind))
             else:
                 copy_tensor(tensor, value)
 
