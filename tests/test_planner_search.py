@@ -36,6 +36,14 @@ MOST = 16
 OFFLOADS: tuple[Offload, ...] = ("none", "cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def as_on_an_idle_machine() -> Iterator[None]:
+    """A search has as long as it wants: on a busy machine it would end before the best plan is worked out."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trueshard.planner.search.search.SECONDS", 60.0)
+        yield
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
