@@ -16,11 +16,22 @@ import yaml
 from messages import lacking, naming
 from trueshard.cli import main
 from trueshard.convert.converting import drafted
-from trueshard.convert.planning import FRAMEWORKS, advise, best_of, changes_of, left_out, model_of, request_of, spoken
+from trueshard.convert.planning import (
+    FRAMEWORKS,
+    advise,
+    best_of,
+    changes_of,
+    forecast_of,
+    left_out,
+    model_of,
+    request_of,
+    spoken,
+)
 from trueshard.convert.tables import framework
 from trueshard.errors import UserError
 from trueshard.planner.choose_plan import solve
 from trueshard.planner.planning import Request
+from trueshard.plans import MixedPrecision
 from trueshard.train.parse import toml_value
 
 TINY = {
@@ -134,17 +145,17 @@ def test_whole_copies_are_sharded_where_they_do_not_fit(tiny: str, tmp_path: Pat
 @pytest.mark.rest
 def test_it_is_forecast_as_it_is(tiny: str, advised: Callable[[str], Any]) -> None:
     advice = advised("torchtitan")
+    plan = advice.theirs.plan
+    assert [unit.name for unit in plan.units if unit.kind != "block"] == [
+        "",
+        "model.embed_tokens",
+        "model.norm + lm_head",
+    ]
+    assert {unit.reshard_after_forward for unit in plan.units if unit.name} == {True}
+    assert {unit.activation_checkpointing for unit in plan.units if unit.kind == "block"} == {"full"}
+    assert plan.mixed_precision == MixedPrecision("bfloat16", "float32")
     request = Request(
-        model=tiny,
-        ranks=8,
-        sequence=64,
-        microbatch=2,
-        accumulation=2,
-        replicate=1,
-        storage_dtype="float32",
-        reshard_after_forward="always",
-        activation_checkpointing="full",
-        mixed_precision="bf16",
+        model=tiny, ranks=8, sequence=64, microbatch=2, accumulation=2, replicate=1, storage_dtype="float32", plan=plan
     )
     assert advice.theirs.forecast == solve(request).forecast
     said = {str(each).partition("  (")[0] for each in advice.changes}
@@ -265,7 +276,7 @@ def axes_of(source: str, tiny: str, folder: Path, **axes: Any) -> Any:
     draft, kind, _ = drafted(written(folder, source, THEIRS[source]), source, 8)
     theirs = request_of(draft, tiny, {"sequence": 64})
     best = best_of(dataclasses.replace(theirs, **axes), theirs, kind, draft, lambda line: None)
-    return best, list(changes_of(kind, draft, solve(theirs), best))
+    return best, list(changes_of(kind, draft, forecast_of(theirs, kind, draft), best))
 
 
 @pytest.mark.rest
@@ -288,11 +299,11 @@ def test_axes_are_said_in_keys_with_the_same_batch(
     for each in changes:
         if each.key:
             put(tree, each.key, each.value)
-    draft = drafted(written(tmp_path, source, tree), source, 8)[0]
+    draft, kind, _ = drafted(written(tmp_path, source, tree), source, 8)
     of_rank = best.forecast.microbatch * best.forecast.accumulation
     assert of_rank == 2 * THEIRS["torchtitan"]["training"]["local_batch_size"] * 2 or source != "torchtitan"
-    again = solve(request_of(draft, tiny, {"sequence": 64, "microbatch": best.forecast.microbatch}))
-    assert again.forecast == best.forecast
+    request = request_of(draft, tiny, {"sequence": 64, "microbatch": best.forecast.microbatch})
+    assert forecast_of(request, kind, draft).forecast == best.forecast
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def _groups(module: ShardedModule) -> list[Any]:
 
 
 def _groups_below(root: nn.Module) -> Iterator[tuple[ShardedModule, Any]]:
-    """Yield (module, FSDP2's parameter group) for every unit at and below ``root``."""
-    return ((module, group) for module in fsdp_modules(root) for group in _groups(module))
+    """Yield (module, FSDP2's parameter group) for every unit at and below ``root``: of several modules, the first."""
+    first = {group: module for module in reversed(fsdp_modules(root)) for group in _groups(module)}
+    return ((module, group) for group, module in reversed(first.items()))
 
 
 def _parameters_below(root: nn.Module) -> Iterator[Any]:

@@ -135,7 +135,8 @@ def plan(
         str | None,
         typer.Option(
             "--for",
-            help="torchtitan, accelerate or deepspeed: MODEL is its configuration; say what to change in it.",
+            help="fsdp2, torchtitan, accelerate or deepspeed: plan for it. MODEL may be its configuration: say what to "
+            "change in it. --out writes its files into a new folder.",
             metavar="NAME",
             show_default=False,
         ),
@@ -168,9 +169,10 @@ def plan(
             raise UserError(f"{of}: a second model goes with --for alone; leave it out")
         if overrides and is_model:
             raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
-        check_writable(out, html)
+        is_folder = framework is not None and out is not None and out.suffix != ".json"
+        check_writable(None if is_folder else out, html)
         if framework is not None:
-            _show_advice(typed, framework, of)
+            _plan_for(typed, framework, of, request, out if is_folder else None)
         elif is_model:
             study, points = _best(request(), sliders)
             _show(study, out, html, as_json, points=points)
@@ -324,18 +326,29 @@ _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "ou
 """Parameters of `plan` that go with a training configuration."""
 
 
-def _show_advice(typed: typer.Context, framework: str, model: str) -> None:
-    """Print forecasts of another framework's configuration, as it is and at best; write the best plan's files."""
-    from trueshard.convert.planning import advise
+def _plan_for(typed: typer.Context, framework: str, of: str, request: Callable[[], Any], folder: Path | None) -> None:
+    """Plan for another framework: print forecasts, and write the plan and, into a folder, the framework's own file."""
+    from trueshard.convert import files, fsdp2
 
     params = typed.params
-    _refuse_others(typed, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
-    instead = {name: params[name] for name in _OF_OTHERS if _is_typed(typed, name)}
-    path = Path(params["model"])
-    with _status(f"Building {path} on fake tensors") as status:
-        advice = advise(path, framework, model, progress=status.update, **{"ranks": None, **instead})
-    _write(advice.best, params["out"], params["html"])
-    print(json.dumps(advice.as_json(), indent=2) if params["as_json"] else advice)
+    if folder is not None:
+        files.check_new(folder)
+    if framework == "fsdp2":
+        study, _ = _best(fsdp2.settled(request()), sliders=False)
+        texts, start = {"parallelize.py": fsdp2.module(study.plan)}, "as it says"
+        _show(study, None, None, params["as_json"])
+    else:
+        _refuse_others(typed, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
+        instead = {name: params[name] for name in _OF_OTHERS if _is_typed(typed, name)}
+        with _status(f"Building {of or params['model']} on fake tensors") as status:
+            advice, texts, start = files.planned(framework, params["model"], of, status.update, instead)
+        study = advice.best
+        print(json.dumps(advice.as_json(), indent=2) if params["as_json"] else advice)
+    _write(study, None if folder else params["out"], params["html"])
+    if folder is not None:
+        files.write(folder, {**texts, "plan.json": study.plan.to_json() + "\n"})
+        if not params["as_json"]:
+            print(f"\nWritten: {', '.join(str(folder / name) for name in texts)}; start it {start}")
 
 
 def _is_typed(typed: typer.Context, name: str) -> bool:

@@ -1,18 +1,18 @@
 """`trueshard plan --for`: forecast another framework's configuration as it is, and say which of its keys to change.
 
 The rules of `trueshard convert` are read both ways: forwards their keys become the options of `shard()`, backwards the
-best plan that their keys can say becomes keys again.
+best plan that their keys can say becomes keys again. Where a framework makes other units than `shard()`, its units are
+forecast.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,26 @@ from trueshard.convert.converting import drafted, is_listed
 from trueshard.convert.engine import FALSE, TRUE, Draft, Rule, our_default, shown
 from trueshard.convert.tables import Framework
 from trueshard.errors import UserError
-from trueshard.planner.choose_plan import Progress, on_best_axes, solve, space_of
+from trueshard.model.names import Index, named_modules
+from trueshard.model.units import Grouping
+from trueshard.options import NAMES
+from trueshard.planner.choose_plan import FREE, Progress, on_best_axes, solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
 from trueshard.planner.search.evaluator import Evaluator, cost
-from trueshard.planner.search.space import RECOMPUTE, Setting
+from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting
+from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Study
+from trueshard.plans import Plan, Unit, UnitKind
 from trueshard.text import size, table
 
 FRAMEWORKS = ("torchtitan", "accelerate", "deepspeed")
 CHOICES = ("reshard_after_forward", "activation_checkpointing", "mixed_precision", "compile", "offload", "units")
 """Options of `shard()` that `[shard]` has by the same names, besides the axes."""
 RESHARD = ("never", "default", "always")
+CHOSEN = ("reshard_after_forward", "activation_checkpointing", "unshard_in_backward")
+"""Fields of a unit that no model says."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,6 @@ def advise(
         UserError: the file, a key or the model is not understood.
         ValueError: the planner cannot simulate it.
     """
-    if source not in FRAMEWORKS:
-        raise UserError(f"--for {source}: unknown; use one of {', '.join(FRAMEWORKS)}")
     draft, kind, title = drafted(path, source, ranks)
     differs = []
     if draft.ranks is None:
@@ -127,15 +132,15 @@ def advise(
     options = {name: value for name, value in options.items() if value is not None}
     search_axes = options.pop("axes", False)
     request = request_of(draft, model or model_of(draft, path), options)
-    theirs = solve(request, progress)
+    theirs = forecast_of(request, kind, draft, progress)
     search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress)
     best = on_best_axes(request, search, progress) if search_axes else search(request)
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
         best = theirs
     changes = tuple(changes_of(kind, draft, theirs, best))
-    forecast_of = ("shard.", "train.batch", "train.accumulate")
+    of_forecast = ("shard.", "train.batch", "train.accumulate")
     for entry in draft.in_order():
-        if entry.status == "near" and entry.becomes.startswith(forecast_of):
+        if entry.status == "near" and entry.becomes.startswith(of_forecast):
             differs.append(f"{entry.key} = {shown(entry.value)}: {entry.note}.")
     title = f"{path.name} of {title}"
     return Advice(title, theirs, best if changes else theirs, changes, tuple(differs), tuple(left_out(draft)))
@@ -236,7 +241,8 @@ def best_of(request: Request, theirs: Request, kind: Framework, draft: Draft, pr
     replicate = 1 if request.replicate == request.ranks else request.replicate  # full copies everywhere shard nothing
     free: dict[str, Any] = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "none"}
     space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free))
-    evaluator = Evaluator(space, progress)
+    evaluator = _TheirUnits(space, progress)
+    evaluator.change = functools.partial(in_their_units, kind=kind, draft=draft)
     sizes = [theirs.microbatch]
     if spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1):
         sizes = [theirs.microbatch * 2, theirs.microbatch, theirs.microbatch // 2]
@@ -245,15 +251,66 @@ def best_of(request: Request, theirs: Request, kind: Framework, draft: Draft, pr
     recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
     offloads = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
     for offload in offloads:
-        for microbatch, reshard in itertools.product(sizes, reshards):
+        for microbatch in sizes:
             setting = Setting(space.replicate or 1, microbatch, of_rank // microbatch, offload)  # type: ignore[arg-type]
-            for recompute in recomputes:
-                if evaluator.evaluate(evaluator.uniform(setting, reshard, recompute)).fits:
-                    break  # to recompute more is slower
+            for reshard in reshards:
+                for recompute in recomputes:
+                    if evaluator.evaluate(evaluator.uniform(setting, reshard, recompute)).fits:
+                        break  # to recompute more is slower
+            if evaluator.evaluate(evaluator.uniform(setting, reshards[0], recomputes[0])).fits:
+                break  # the fastest fits: smaller microbatches are slower
         if evaluator.best is not None:
             return evaluator.studies[evaluator.best]
     assert evaluator.smallest is not None
     return evaluator.studies[evaluator.smallest]
+
+
+# Units, as they are there
+
+
+class _TheirUnits(Evaluator):
+    """Studies plans in the units that a framework makes."""
+
+    change: Callable[[Plan, Any], Plan]
+
+    def plan(self, candidate: Candidate) -> Plan:
+        return self.change(super().plan(candidate), self.simulations.simulator.model)
+
+
+def forecast_of(request: Request, kind: Framework, draft: Draft, progress: Progress = lambda line: None) -> Study:
+    """Return the study of a configuration as it is."""
+    space, _ = space_of(request)
+    simulator = Simulator(space.workload)
+    plan = simulator.resolve(space.choices, space.cluster(space.replicate or 1).mesh)
+    if (theirs := in_their_units(plan, simulator.model, kind, draft)) is plan:
+        return solve(request, progress)
+    free = {name: getattr(FREE, name) for name in NAMES if name != "memory"}
+    return solve(dataclasses.replace(request, **free, plan=theirs), progress)
+
+
+def in_their_units(plan: Plan, model: Any, kind: Framework, draft: Draft) -> Plan:
+    """Return a plan whose units are embedding, blocks, and final norm with head, where a framework makes these."""
+    if not kind.tail or str(draft.given.get(kind.tail.get("with", ""), 2)) != "2":
+        return plan
+    first, last = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output"))
+    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    norms = [module for module in base.children() if "Norm" in type(module).__name__]
+    is_tied = first is not None and last is not None and first.weight is last.weight
+    blocks = [unit for unit in plan.units if unit.kind in ("block", "experts", "shared", "dtype")]
+    own: list[tuple[UnitKind, list[Any], bool]] = [
+        ("root", [model], False),
+        ("embedding", [None if is_tied else first], any(unit.reshard_after_forward for unit in blocks)),
+        ("head", [*norms[-1:], first if is_tied else None, last], plan.reshard_after_forward not in kind.tail["kept"]),
+    ]
+    name_of: dict[Any, str] = {module: name for name, module in named_modules(model)}
+    for what, modules, freed in own:
+        if names := tuple(name_of[module] for module in modules if module is not None):
+            blocks.append(Unit(" + ".join(names), names, what, 0, 0, 0, "", reshard_after_forward=freed))
+    sums = {"accumulate_gradients": kind.tail["sums"]}
+    chosen = {unit.name: {field: getattr(unit, field) for field in CHOSEN} | sums for unit in blocks}
+    plan = dataclasses.replace(plan, units=tuple(blocks), **sums)
+    units = (dataclasses.replace(unit, **chosen[unit.name]) for unit in Grouping.of_plan(Index(model), plan).units())
+    return dataclasses.replace(plan, units=tuple(units), resolved_for=plan.policies)
 
 
 # Backwards
@@ -264,6 +321,9 @@ def changes_of(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Ite
     numbers = {"total": theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)}
     numbers["shards"] = best.plan.ranks[-1] // best.plan.context
     before, after = _chosen(theirs), _chosen(best)
+    given = request_of(draft, "", {})
+    before |= {"microbatch": given.microbatch, "train.accumulate": given.accumulation}
+    before["train.sequence_length"] = given.sequence or best.forecast.sequence
     is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
         if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):
@@ -282,6 +342,7 @@ def _chosen(study: Study) -> dict[str, Any]:
         "shard.offload": plan.offload,
         "microbatch": forecast.microbatch,
         "train.accumulate": forecast.accumulation,
+        "train.sequence_length": forecast.sequence,
     }
 
 

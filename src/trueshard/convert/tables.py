@@ -19,6 +19,10 @@ why, their default). Every other key, or several alike, has a `[[rule]]`:
 - `extends` (of a framework) = another one, whose rules count for keys that have none here; `defaults` = other defaults.
 - `[[back]]`, with `ours` and perhaps `value`: what a choice of a plan is there, where no word of a rule says it: `keys`
   and their values, or `say`, what to change elsewhere. "{}" is the value, "{total}" the samples of a step of all ranks.
+- `[tail]`: final norm and head are one unit; `kept` = words for resharding with which it stays gathered, `sums` = how
+  gradients of microbatches add up, `with` = a key that must be 2 for that.
+- `[new]`: a new file: its `name`, its `text` in YAML's flow style, the command to `start` it, and where models are of
+  their own, `models`: ours, family and flavor.
 - `include` = such a table in `shared.toml` or in this file, its keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
 """
@@ -58,6 +62,8 @@ class Framework:
     marks: Sequence[str]  # keys of the top level that only this kind has
     silent: Sequence[str]  # a file of these sections alone says nothing of other keys, which else have defaults
     back: Sequence[Mapping[str, Any]]  # `ours`, and `value` (absent: any), in `keys` of theirs, or as `say`
+    tail: Mapping[str, Any]  # words for resharding with which final norm and head, a unit there, are `kept`
+    new: Mapping[str, Any]  # a new file: its `name`, its `text`, the command to `start` it, and `models`
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
@@ -92,6 +98,8 @@ def framework(file: str) -> Framework:
         marks=tree.get("marks", ()),
         silent=tree.get("silent", ()),
         back=tree.get("back", ()),
+        tail=tree.get("tail", {}),
+        new=tree.get("new", {}),
     )
 
 
