@@ -281,11 +281,5 @@ def test_saved_data_set_of_the_datasets_library(tmp_path: Path) -> None:
     assert texts(DataSection(path=str(tmp_path / "several"), split="test")) == ["one"]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "run" / ".new-1-data").mkdir(parents=True)
-    corpora.made(corpora.config(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["data"]
-
-
 def test_every_value_of_data_format_has_a_class_in_the_table() -> None:
     assert get_args(DataSection.model_fields["format"].annotation) == tuple(FORMATS)

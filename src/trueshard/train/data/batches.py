@@ -64,6 +64,7 @@ class Document:
 
     ids: Ids  # integers [tokens]
     counted: npt.NDArray[np.bool_]  # [tokens]: True for targets; the first has no effect, as nothing precedes it
+    more: bool = False  # a piece of a document that goes on with the next one
 
     def sample(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return ``input_ids`` and ``targets``, [tokens - 1]."""
@@ -75,9 +76,9 @@ Documents = tuple[Document, ...]
 """The documents of a record: none if it has nothing to learn."""
 
 
-def all_targets(ids: Ids) -> Document:
-    """Return a document whose tokens are all targets."""
-    return Document(ids, np.ones(len(ids), dtype=np.bool_))
+def all_targets(ids: Ids, more: bool = False) -> Document:
+    """Return a document, or a piece of one that has ``more``, whose tokens are all targets."""
+    return Document(ids, np.ones(len(ids), dtype=np.bool_), more)
 
 
 def json_document(value: Any) -> Document:

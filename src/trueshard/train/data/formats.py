@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,14 +34,14 @@ from trueshard.train.data.batches import (
     Documents,
     Sample,
     all_targets,
-    batched,
     json_document,
     packed,
     pad_ends,
     stack,
 )
-from trueshard.train.data.sources import READERS, DataSource, Fields, HubSource, Record, find, kind
-from trueshard.train.data.tokenizer import pad_token
+from trueshard.train.data.cutting import PIECE, Cutter
+from trueshard.train.data.sources import READERS, DataSource, Fields, HubSource, Record, TextFile, find, kind
+from trueshard.train.data.tokenizer import fast_backend, pad_token
 from trueshard.train.data.vision import VisionCollate, store_images, vision_messages
 
 Layout = Literal["joined", "packed", "single", "kept"]
@@ -51,7 +51,9 @@ its batch."""
 Part = str | list[chat.Message]
 
 RECORDS_AT_ONCE = 256
-"""Records that are tokenised together: a fast tokenizer spreads one call over threads."""
+"""Records, or pieces of them, that are tokenised together: a fast tokenizer spreads one call over all cores."""
+CHARACTERS_AT_ONCE = 16 * PIECE
+"""Characters in them from which on they are no more: the tokens of a character take some 100 bytes meanwhile."""
 PAIR = ("prompt", "chosen", "rejected")
 
 
@@ -82,10 +84,10 @@ class Format:
         raise NotImplementedError
 
     @classmethod
-    def texts(cls, section: DataSection, record: Record) -> Iterator[str]:
+    def texts(cls, section: DataSection, record: Record) -> Iterator[str | TextFile]:
         """Yield the texts of a record, to train a tokenizer on."""
         for part in cls.parts(section, record):
-            yield from [part] if isinstance(part, str) else chat.texts(part)
+            yield from chat.texts(part) if isinstance(part, list) else [part]
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return the documents of each record; ``folder``: for files beside them. `UserError` names a wrong record."""
@@ -102,10 +104,29 @@ class Format:
         """Return the batch of some samples; those of one record each are padded."""
         return pad_ends(pad_token(self.tokenizer), samples) if self.layout == "single" else stack(samples)
 
-    def documents(self, source: DataSource, folder: Path) -> Iterator[tuple[Record, Documents]]:
-        """Iterate over the records of a source and the documents of each, before any is cut."""
-        for group in batched(source.records(), RECORDS_AT_ONCE):
-            yield from zip(group, self.encode(group, folder), strict=True)
+    def split(self, record: Record) -> Iterator[Record]:
+        """Yield a record, or one for each piece of its text, if that is long and the pieces have its tokens."""
+        yield record
+
+    def documents(self, source: DataSource, folder: Path, skip: int = 0) -> Iterator[list[tuple[Record, Documents]]]:
+        """Iterate over groups of records of a source and the documents of each, before any is cut to a sequence.
+
+        The first ``skip`` groups are read, and no more.
+        """
+        for group in islice(self._groups(source), skip, None):
+            yield list(zip(group, self.encode(group, folder), strict=True))
+
+    def _groups(self, source: DataSource) -> Iterator[list[Record]]:
+        group: list[Record] = []
+        characters = 0
+        for record in (piece for whole in source.records() for piece in self.split(whole)):
+            group.append(record)
+            characters += _characters(record.fields)
+            if characters >= CHARACTERS_AT_ONCE or len(group) == RECORDS_AT_ONCE:
+                yield group
+                group, characters = [], 0
+        if group:
+            yield group
 
     @cached_property
     def template(self) -> chat.ChatTemplate:
@@ -133,16 +154,42 @@ class TextFormat(Format):
     layout = "joined"
 
     @classmethod
-    def parts(cls, section: DataSection, record: Record) -> list[str]:
+    def parts(cls, section: DataSection, record: Record) -> list[Any]:
         return [_plain_text(section.field, record)]
 
+    def split(self, record: Record) -> Iterator[Record]:
+        """Yield the pieces of a text; none if it is blank."""
+        (text,) = self.parts(self.section, record)
+        if isinstance(text, str) and len(text) <= PIECE:
+            yield from [record] if text.strip() else []
+            return
+        pieces = self._cutter.pieces(text, record.where)
+        first = piece = next(pieces)
+        for following in pieces:
+            yield record._replace(fields={self.section.field: piece}, more=True)
+            piece = following
+        if piece is not first or piece.strip():
+            yield record._replace(fields={self.section.field: piece})
+
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
-        """Return one document a record, or none for blank text."""
-        texts = [text for record in records for text in self.parts(self.section, record)]
-        written = [text for text in texts if text.strip()]
-        encoded = iter(self.tokenizer(written, add_special_tokens=False)["input_ids"] if written else [])
-        end = self.tokenizer.eos_token_id
-        return [(all_targets(np.array([*next(encoded), end])),) if text.strip() else () for text in texts]
+        """Return one document a record."""
+        texts, end = [record.fields[self.section.field] for record in records], [self.tokenizer.eos_token_id]
+        if self._backend is not None:
+            encoded = [tokens.ids for tokens in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [
+            (all_targets(np.array(ids if record.more else ids + end), record.more),)
+            for record, ids in zip(records, encoded, strict=True)
+        ]
+
+    @cached_property
+    def _backend(self) -> Any:
+        return fast_backend(self.tokenizer)
+
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self._backend, f"the tokenizer {self.tokenizer.name_or_path}".rstrip())
 
 
 class ChatFormat(Format):
@@ -318,10 +365,18 @@ def find_format(section: DataSection) -> str:
 # Fields of records
 
 
-def _plain_text(field: str, record: Record) -> str:
+def _characters(value: Any) -> int:
+    """Return the length of all texts in a value of JSON."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, values))
+
+
+def _plain_text(field: str, record: Record) -> str | TextFile:
     """Return the text of a record. Raises `UserError` that names what is there instead."""
     fields, value = record.fields, record.fields.get(field)
-    if isinstance(value, str):
+    if isinstance(value, str | TextFile):
         return value
     state = f"{type(value).__name__} under it" if field in fields else f"keys {sorted(fields)}"
     near = "" if field in fields else f".{nearest(field, fields)}".removesuffix(".")

@@ -1,6 +1,7 @@
 """The data of a run: made once, kept in the run's folder, read by every rank.
 
-- The folder `data/` appears complete or not at all: it is written beside its place and renamed.
+- The folder `data/` appears complete or not at all: it is written beside its place and renamed. A stop leaves the other
+  one, with which the next start goes on.
 - Nothing is read again while neither settings nor files have changed. Once a run has a checkpoint, its data are used as
   they are even if the files have changed: they are what it was trained on.
 - Streamed data are read during training; the folder then holds the tokenizer, the evaluation data and a fingerprint.
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+import trueshard
 from trueshard.errors import UserError
 from trueshard.files import making, replacing
 from trueshard.train.config import Config, SourceSection
@@ -37,10 +39,11 @@ from trueshard.train.data.batches import (
     span,
     truncate,
 )
+from trueshard.train.data.building import build
 from trueshard.train.data.formats import FORMATS, Format
 from trueshard.train.data.order import draws
 from trueshard.train.data.sources import DataSource, find, hash_of
-from trueshard.train.data.store import StoredSamples, Summary, build, damage_named, read_summary
+from trueshard.train.data.store import StoredSamples, Summary, damage_named, read_summary
 from trueshard.train.models.config import own_code
 
 BUFFER = 1024
@@ -90,17 +93,24 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     if not is_kept:
         if not make:
             raise UserError(f"run.dir: {folder} is not seen by every rank; choose a folder that all machines share")
-        for left in folder.parent.glob(f".new-*-{folder.name}"):  # by a process that was killed
-            shutil.rmtree(left)
         assert state is not None
-        with making(folder.parent), replacing(folder) as scratch:
-            scratch.mkdir()
-            _make(config, sources, held_out, state, processor, scratch)
-            _open(config, scratch, sources, processor)
+        scratch = folder.with_name(f".new-{hash_of([identity, state, trueshard.__version__])[:16]}-{folder.name}")
+        for left in folder.parent.glob(f".new-*-{folder.name}"):  # by a process that was stopped
+            if left != scratch:  # made from other files or settings
+                shutil.rmtree(left)
+        with making(folder.parent):
+            scratch.mkdir(exist_ok=True)
+            try:
+                _make(config, sources, held_out, state, processor, scratch)
+                _open(config, scratch, sources, processor)
+            except Exception:  # not by a stop: the next start goes on with it
+                shutil.rmtree(scratch)
+                raise
             if folder.is_symlink():
                 folder.unlink()
             elif folder.exists():
                 shutil.rmtree(folder)
+            scratch.replace(folder)
     prepared = _open(config, folder, sources, processor)
     if streaming and state is not None:  # the files are read anew, so they count as they are now
         return replace(prepared, summary=replace(prepared.summary, fingerprint=state, crc32=zlib.crc32(state.encode())))
@@ -110,9 +120,14 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
 def _make(
     config: Config, sources: list[DataSource], held_out: list[DataSource], state: str, processor: Any, folder: Path
 ) -> None:
+    from transformers import AutoTokenizer
+
     data, sections = config.data, (config.tokenizer, config.model, config.data.format)
     tokenizer = processor.tokenizer if processor is not None else tokenizers.load_tokenizer(*sections)
-    _announce(config, sources, tokenizer is None)
+    goes_on = (folder / "tokenizer").is_dir()
+    if tokenizer is None and goes_on:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
+    _announce(config, sources, tokenizer is None, goes_on)
     if tokenizer is None:
         assert config.tokenizer.vocab_size is not None
         texts_of = FORMATS[data.format].texts
@@ -120,12 +135,14 @@ def _make(
         tokenizer = tokenizers.train_tokenizer(texts, config.tokenizer.vocab_size, data.format)
     if data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
-    (processor or tokenizer).save_pretrained(str(folder / "tokenizer"))
+    if not goes_on:
+        with replacing(folder / "tokenizer") as place:
+            (processor or tokenizer).save_pretrained(str(place))
     form = FORMATS[data.format](data, _length(config), tokenizer, processor)
     with contextlib.nullcontext() if data.format == "text" else form.template.bounded():
-        if held_out:
-            place = folder / "evaluation"
-            place.mkdir()
+        place = folder / "evaluation"
+        if held_out and read_summary(place) is None:
+            place.mkdir(exist_ok=True)
             build(held_out, form, place, 0.0, state, {}).write(place)
         for source in sources if data.streaming else ():
             next(form.documents(source, folder), None)  # for its notes
@@ -209,8 +226,9 @@ def _identity(config: Config) -> dict[str, Any]:
     return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}
 
 
-def _announce(config: Config, sources: list[DataSource], trains: bool) -> None:
-    noun, doing = FORMATS[config.data.format].noun, "training a tokenizer on it" if trains else "reading it"
+def _announce(config: Config, sources: list[DataSource], trains: bool, goes_on: bool) -> None:
+    noun, reading = FORMATS[config.data.format].noun, "going on reading it" if goes_on else "reading it"
+    doing = "training a tokenizer on it" if trains else reading
     sizes = [source.size() for source in sources]
     total = sum(size for size in sizes if size is not None)
     shown = f"{total / 1e6:.1f} MB" if total >= 1e6 else f"{total / 1e3:.1f} kB"
@@ -268,7 +286,8 @@ class SourceStream:
 
     def _documents(self) -> Iterator[tuple[Documents, str]]:
         """Iterate over the documents of each record that has any, and its origin."""
-        for record, encoded in self._form.documents(self._source, Path()):  # these formats put no files beside them
+        groups = self._form.documents(self._source, Path())  # these formats put no files beside them
+        for record, encoded in (each for group in groups for each in group):
             if documents := truncate(encoded, self._length) if self._form.cut else encoded:
                 yield documents, record.where
 

@@ -1,7 +1,8 @@
 """Data sources and their records, in an order that does not depend on the machine.
 
-- A text file is one record. JSONL has one a line, CSV one a row below a header, JSON an array of them (or an object
-  with one array), Parquet one a row. Files are read where they lie, so that an error names the line.
+- A text file is one record, read in chunks if it is long. JSONL has one a line, CSV one a row below a header, JSON an
+  array of them (or an object with one array), Parquet one a row. Files are read where they lie, so that an error names
+  the line.
 - A folder is read in the sorted order of relative paths. Nothing is left out or skipped silently.
 - "stdlib" is the source code of the running interpreter's standard library, without tests and installed packages.
 - A data set on the hub is pinned to its revision at the time it is found.
@@ -9,8 +10,11 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import fnmatch
+import functools
 import gzip
 import hashlib
 import io
@@ -21,7 +25,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -33,6 +37,8 @@ from trueshard.train.models.config import is_hub_name
 Fields = dict[str, Any]
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+CHUNK = 2**20
+"""Bytes of a text file that are read together; a longer file is never held whole."""
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"
 )
@@ -47,6 +53,7 @@ class Record(NamedTuple):
     line: int  # line, row or entry of the file, from 1; 0: the whole file
     where: str  # file and line, for error messages
     folder: Path  # base of relative paths in the fields
+    more: bool = False  # a piece of a text that goes on in the next record
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,13 @@ class DataSource:
     weight: float
     files: tuple[str, ...]  # paths; for a data set on the hub, its name
     text_field: str = "text"
+    read: list[int] = field(default_factory=lambda: [0], compare=False, kw_only=True)  # bytes, by ``records``
 
     def records(self) -> Iterator[Record]:
         """Iterate over all records, in order. Raises `UserError` for damaged input."""
         for number, file in enumerate(self.files):
             path = Path(file)
-            for fields, line in _read(path, self.text_field):
+            for fields, line in _read(path, self.text_field, self.read):
                 yield Record(fields, number, line, place(file, line), path.parent)
 
     def size(self) -> int | None:
@@ -223,8 +231,12 @@ def hash_of(value: Any) -> str:
 
 def place(file: str, line: int) -> str:
     """Describe a place: "chat.jsonl, line 17"."""
-    word = {".parquet": "row", ".json": "entry"}.get(kind(Path(file)), "line") if Path(file).suffix else "row"
-    return f"{file}, {word} {line}" if line else file
+    return f"{file}, {_entry(file)} {line}" if line else file
+
+
+@functools.cache
+def _entry(file: str) -> str:
+    return {".parquet": "row", ".json": "entry"}.get(kind(Path(file)), "line") if Path(file).suffix else "row"
 
 
 def kind(file: Path) -> str:
@@ -232,14 +244,41 @@ def kind(file: Path) -> str:
     return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
 
 
-def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
+class TextFile:
+    """The text of a file in chunks, as often as it is iterated. Raises `UserError` for damage."""
+
+    def __init__(self, file: Path, read: list[int]) -> None:
+        self._file, self._read = file, read
+
+    def __iter__(self) -> Iterator[str]:
+        rest, done, data = b"", 0, b" "  # bytes of a character that is not complete; those before it; the last ones
+        with _damage_named(self._file), _open(self._file, self._read) as stream:
+            while data:
+                data = stream.read(CHUNK)
+                try:
+                    text, used = codecs.utf_8_decode(rest + data, "strict", not data)
+                except UnicodeDecodeError as error:
+                    error.start += done
+                    raise
+                rest, done = (rest + data)[used:], done + used
+                yield text
+
+
+def _read(file: Path, text_field: str, read: list[int]) -> Iterator[tuple[Fields, int]]:
     """Iterate over (record, line) of a file, with the text of a text file under ``text_field``. Name damage by line."""
-    try:
+    with _damage_named(file):
         if reader := READERS.get(kind(file)):
-            yield from reader(file)
-            return
-        with _open(file) as stream:
-            yield {text_field: stream.read().decode("utf-8")}, 0
+            with _open(file, read) as stream:
+                yield from reader(file, stream)
+        else:
+            text, is_long = TextFile(file, read), file.stat().st_size > CHUNK or file.suffix == ".gz"
+            yield {text_field: text if is_long else "".join(text)}, 0
+
+
+@contextlib.contextmanager
+def _damage_named(file: Path) -> Iterator[None]:
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file}: not UTF-8 at byte {error.start}; convert it, or leave it out with data.include"
@@ -251,16 +290,14 @@ def _read(file: Path, text_field: str) -> Iterator[tuple[Fields, int]]:
         raise UserError(f"{file}: cannot be read ({reason}); correct its permissions, or fetch it again") from None
 
 
-def _lines(file: Path) -> Iterator[tuple[Fields, int]]:
-    with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _object(_json(line.strip(), file, number), file, number), number
+def _lines(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield _object(_json(line.strip(), file, number), file, number), number
 
 
-def _array(file: Path) -> Iterator[tuple[Fields, int]]:
-    with _open(file) as stream:
-        entries = _json(stream.read(), file)
+def _array(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
+    entries = _json(stream.read(), file)
     if isinstance(entries, dict):
         lists = [value for value in entries.values() if isinstance(value, list)]
         arrays = [values for values in lists if all(isinstance(entry, dict) for entry in values)]
@@ -285,10 +322,10 @@ def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
         raise UserError(f"{file}, line {line}: not valid JSON ({one_line(error)}); correct that line") from None
 
 
-def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
+def _rows(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
     csv.field_size_limit(sys.maxsize)
     # Some spreadsheets write a byte order mark before the header.
-    with _open(file) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
         rows = csv.reader(text, strict=True)
         head = next(rows, [])
         try:
@@ -303,18 +340,19 @@ def _rows(file: Path) -> Iterator[tuple[Fields, int]]:
             raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None
 
 
-def _table(file: Path) -> Iterator[tuple[Fields, int]]:
+def _table(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowException, cut_line)
-    with refused, ParquetFile(file) as table:
-        rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
+    # Buffered: otherwise a group of rows is read whole, which may be a file.
+    with refused, ParquetFile(stream, buffer_size=CHUNK) as table:
+        rows = (row for batch in table.iter_batches(batch_size=64) for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
             yield row, number
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[Fields, int]]]] = {
+READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[tuple[Fields, int]]]] = {
     ".jsonl": _lines,
     ".json": _array,
     ".csv": _rows,
@@ -324,8 +362,23 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[Fields, int]]]] = {
 LINES, ARRAYS = (".jsonl", ".parquet"), (".json", ".csv")
 
 
-def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+class _CountedFile(io.FileIO):
+    """A file that adds the bytes that are read of it to a count."""
+
+    def __init__(self, file: Path, read: list[int]) -> None:
+        super().__init__(file)
+        self._count = read
+
+    def readinto(self, buffer: Any) -> int | None:
+        size = super().readinto(buffer)
+        self._count[0] += size or 0
+        return size
+
+
+@contextlib.contextmanager
+def _open(file: Path, read: list[int]) -> Iterator[IO[bytes]]:
+    with io.BufferedReader(_CountedFile(file, read), CHUNK) as stream:
+        yield gzip.GzipFile(fileobj=stream) if file.suffix == ".gz" else stream  # type: ignore[misc]
 
 
 def _object(entry: Any, file: Path, number: int) -> Fields:

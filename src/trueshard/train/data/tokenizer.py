@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError, cut_line, explained
-from trueshard.train.data.sources import states
+from trueshard.train.data.cutting import Cutter
+from trueshard.train.data.sources import TextFile, states
 from trueshard.train.models.config import ModelSection, TokenizerSection, own_code
 
 END_OF_TEXT = "<|endoftext|>"
@@ -21,6 +22,9 @@ TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 IMAGE = "<image>"
 TRAINING_TEXT = 256 * 2**20
 """Maximum characters to train a tokenizer on: more changes the vocabulary little, and costs memory."""
+
+TRIAL = " The café, 1,234 times:\n\n\tdef f(x):  return x['y']  # 漢字 <s></s> [CLS]\n"
+"""A text that shows what a tokenizer's own code does before or after its backend."""
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 
@@ -74,7 +78,7 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
     return processor
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, data_format: str) -> Any:
+def train_tokenizer(texts: Iterable[str | TextFile], vocab_size: int, data_format: str) -> Any:
     """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens; for conversations with ChatML's own tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -88,8 +92,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, data_format: str) -> 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first(texts, TRAINING_TEXT), trainer)
+    # Of the same pre-tokens, which are what is counted: so a piece of a text counts like the text.
+    bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(trainer.initial_alphabet)}, []))
+    bytewise.pre_tokenizer = tokenizer.pre_tokenizer
+    cutter = Cutter(bytewise, "the tokenizer to be trained")
+    pieces = (piece for text in texts for piece in cutter.pieces(text, "[tokenizer]"))
+    tokenizer.train_from_iterator(_first(pieces, TRAINING_TEXT), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def fast_backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers.Tokenizer` that alone makes the tokens of a text; None if there is none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    ids = tokenizer(TRIAL, add_special_tokens=False)["input_ids"]  # also leaves truncation and padding off
+    return backend if backend is not None and backend.encode(TRIAL, add_special_tokens=False).ids == ids else None
 
 
 def pad_token(tokenizer: Any) -> int:
