@@ -21,6 +21,7 @@ NAMES = (
     "first_step",
     "compiled",
     "checkpoint",
+    "data",
     "rl",
     "planner_error",
     "step",
