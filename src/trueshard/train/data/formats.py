@@ -166,10 +166,10 @@ class TextFormat(Format):
         pieces = self._cutter.pieces(text, record.where)
         first = piece = next(pieces)
         for following in pieces:
-            yield record._replace(fields={self.section.field: piece}, more=True)
+            yield Record({self.section.field: piece}, *record[1:-1], more=True)
             piece = following
         if piece is not first or piece.strip():
-            yield record._replace(fields={self.section.field: piece})
+            yield Record({self.section.field: piece}, *record[1:])
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record."""

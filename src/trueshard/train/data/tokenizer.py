@@ -20,8 +20,8 @@ from trueshard.train.models.config import ModelSection, TokenizerSection, own_co
 END_OF_TEXT = "<|endoftext|>"
 TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
 IMAGE = "<image>"
-TRAINING_TEXT = 256 * 2**20
-"""Maximum characters to train a tokenizer on: more changes the vocabulary little, and costs memory."""
+TRAINING_TEXT = 64 * 2**20
+"""Maximum characters to train a tokenizer on: more changes the vocabulary little, and costs memory, 1 KB a word."""
 
 TRIAL = " The café, 1,234 times:\n\n\tdef f(x):  return x['y']  # 漢字 <s></s> [CLS]\n"
 """A text that shows what a tokenizer's own code does before or after its backend."""
