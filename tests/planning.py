@@ -269,6 +269,20 @@ class Perceptron(nn.Module):
         return x * self.temperature
 
 
+def _wide(blocks: int) -> nn.Module:
+    """Blocks of which a shard of two ranks is as large as a leaf that steps by itself, and a small last layer."""
+
+    def block() -> nn.Module:
+        sizes = (2048, 1024), (1024, 2048)
+        return nn.Sequential(*(nn.Linear(*size, bias=False) for size in (*sizes, *sizes)))
+
+    return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(2048, 65, bias=False))
+
+
+def _wide_vectors(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples * 8, 2048), torch.randn(samples * 8, 65)
+
+
 def _vectors(samples: int, _: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples * 8, 65), torch.randn(samples * 8, 65)
 
@@ -328,6 +342,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "qwen3 moe, routed": (lambda: _experts(routed=True), text, own_loss, 48),
     "lora": (_lora, _ids, _language_loss, 48),
     "frozen": (_frozen_tower, _ids, _language_loss, 48),
+    "wide": (lambda: _wide(3), _wide_vectors, _squared_error, 1),
+    "wide deep": (lambda: _wide(10), _wide_vectors, _squared_error, 1),
     "perceptron": (Perceptron, _vectors, _squared_error, 1),
     "vit": (_vit, _images, _classes, 1),
     "cnn": (_cnn, _images, _classes, 1),

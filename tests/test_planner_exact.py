@@ -21,6 +21,7 @@ from planning import Setting, curve, sizes, train
 from resting import all_but
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.simulate import Simulation
+from trueshard.planner.trace import Allocation, Free, Trace
 
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -56,11 +57,12 @@ TWO: dict[str, Setting] = {
     "llama, sharded sums, exact": Setting("llama", words=SHARDED | {"exact": True}, accumulation=3),
     "frozen, sharded sums, offload": Setting("frozen", words=SHARDED | CPU, accumulation=2),
     "perceptron, nadam, bf16, output fp32": Setting("perceptron", "nadam", OUTPUT_FP32),
+    "wide, in parts": Setting("wide", "adamw foreach"),
     "perceptron, rprop": Setting("perceptron", "rprop"),
     "perceptron, offload": Setting("perceptron", words=CPU),
     "offload, bf16, full": Setting("llama", words=CPU | BF16 | FULL),
 }
-SHORT = ("offload, bf16, full", "perceptron, sharded sums")
+SHORT = ("offload, bf16, full", "perceptron, sharded sums", "wide, in parts")
 """not of the rest"""
 THREE: dict[str, Setting] = {
     "llama, uneven": Setting("llama uneven", ranks=(3,)),
@@ -141,6 +143,24 @@ def test_four_ranks(name: str, ranks4: Ranks) -> None:
 def test_blocks_that_are_not_run_but_extended(ranks2: Ranks) -> None:
     found = hold(ranks2, Setting("llama deep", words=SELECTIVE | BF16 | ALWAYS), whole=False)
     assert found.models > 1, found.whole_because
+
+
+@pytest.mark.parametrize("optimizer", all_but(["adamw foreach"], ("adamw foreach", "adamw amsgrad")))
+def test_blocks_that_step_by_themselves_are_extended(optimizer: str) -> None:
+    setting = Setting("wide deep", optimizer, ALWAYS, clip=None)
+    extended, whole = simulated(setting, whole=False), simulated(setting)
+    assert extended.models > 1, extended.whole_because
+    for made, run in ((extended.first, whole.first), (extended.steady, whole.steady)):
+        assert curve(sizes(made)) == curve(sizes(run))
+    leaf = 4 * 2048 * 1024 * 4 // 2
+    assert leaf <= _temporary(extended.steady) < leaf + 2**20
+
+
+def _temporary(trace: Trace) -> int:
+    """The most that intermediate results of the optimizer's step take at once."""
+    step = [e for e in trace if e.place.phase == "optimizer" and isinstance(e, (Allocation, Free))]
+    made = {e.storage for e in step if isinstance(e, Allocation)}
+    return max(curve([e.bytes if isinstance(e, Allocation) else -e.bytes for e in step if e.storage in made]))
 
 
 @pytest.mark.rest

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ from stepping import (
     told,
     train,
 )
+from trueshard.optim import local_params
 
 # Every path of torch's own classes
 
@@ -83,6 +85,16 @@ def every_path(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
 
 def test_every_path_of_torchs_own_classes(alone: Ranks, sizes: list[Ranks]) -> None:
     same(every_path, alone, sizes, False)
+
+
+def every_path_in_parts(rank: int, world_size: int, large: int) -> dict[str, Any]:
+    with mock.patch.object(local_params, "LARGE", large):
+        return every_path(rank, world_size, True)
+
+
+def test_large_parameters_that_step_by_themselves_have_the_same_bits(ranks3: Ranks) -> None:
+    together, apart = (ranks3.run(every_path_in_parts, large) for large in (1 << 40, 1))
+    assert_same(apart, together, rtol=0, atol=0)
 
 
 @pytest.mark.rest

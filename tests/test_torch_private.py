@@ -615,6 +615,8 @@ def test_patches_are_undone_but_for_those_that_somebody_has_wrapped() -> None:
 def test_registries_and_hooks_of_modules_and_optimizers() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
     assert list(_torch.own_modules(model)) == ["0", "1"]
+    shared = nn.Sequential(model, nn.Sequential(model[0], nn.ReLU()), model)
+    assert _torch.every_module(shared) == list(shared.modules())
     assert list(_torch.own_parameters(model[0])) == ["weight", "bias"]
     assert list(_torch.own_buffers(model[1])) == ["running_mean", "running_var", "num_batches_tracked"]
     assert isinstance(model[1], _torch.BatchNorm)
@@ -665,6 +667,12 @@ def test_shards_in_memory_and_the_records_of_gradients(rank: int, world_size: in
     assert len({_torch.memory_identity(local) for local in locals_}) == 1
     flat = torch.cat([local.flatten() for local in locals_])
     assert torch.equal(_torch.flat_memory(locals_[0], len(flat)), flat)
+    sharded: Any = list(model.parameters())
+    for dtype in (flat.dtype, torch.float64):  # as the parameters, and otherwise
+        parts = _torch.shards_over(flat.to(dtype), sharded)
+        assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(parts, sharded, strict=True))
+        assert torch.equal(_torch.flat_memory(_torch.local(parts[1]), 1), flat[len(locals_[0].view(-1)) :][:1])
+        assert len({_torch.storage_identity(_torch.local(part)) for part in parts}) == len(parts)
     assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), values, strict=True))
     versions = [_torch.version(local) for local in locals_]
     with torch.no_grad():

@@ -1,9 +1,15 @@
-"""CPU cores and memory that this machine and its container give a process; the releases of torch that are tested."""
+"""CPU cores and memory that this machine and its container give a process; the releases of torch that are tested.
+
+Python's own housekeeping of memory, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTED_TORCH = "2.11", "2.15"
@@ -54,3 +60,15 @@ def _limit(name: str) -> str:
         return (CGROUP / name).read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Collect no garbage inside: where many objects are made that stay, looking through all of them is in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

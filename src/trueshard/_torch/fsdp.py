@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
-from trueshard._torch.modules import in_backward
+from trueshard._torch.modules import every_module, in_backward
 from trueshard._torch.patches import Undo, replace
 from trueshard._torch.simulating import is_fake, is_plain
 from trueshard._torch.tensors import call_with_gradient, own_storage, tensors_in
@@ -64,7 +64,7 @@ def own_class(module: nn.Module) -> type:
 
 def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
     """Return every module at and below ``root`` on which ``fully_shard`` was called."""
-    return [module for module in root.modules() if isinstance(module, ShardedModule)]
+    return [module for module in every_module(root) if isinstance(module, ShardedModule)]
 
 
 def forget(modules: Iterable[nn.Module]) -> None:
@@ -454,10 +454,10 @@ def join_shards(root: nn.Module, small: int) -> None:
     """
     if any(name.startswith("FSDPParam.") for name in missing_for_speed()):
         return
+    _separate_gradients(_parameters_below(root), own_storage)
     kinds: dict[Any, list[Any]] = {}
     for module, group in _groups_below(root):
         for parameter in group.fsdp_params:
-            _separate_gradients(parameter)
             data = parameter._sharded_param_data
             if is_plain(data) and not data.is_meta and not parameter.offload_to_cpu:
                 unit = None if data.nbytes <= small else module
@@ -467,10 +467,9 @@ def join_shards(root: nn.Module, small: int) -> None:
         sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
         memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
         for parameter, part in zip(parameters, memory.split(sizes), strict=True):
-            rows = parameter.sharded_param._local_tensor.size(0) if part.numel() else 0
-            data = parameter._sharded_param_data = own_storage(part.data)
-            padded = data.view(parameter.padded_sharded_param_size)
-            parameter.sharded_param._local_tensor = padded.narrow(0, 0, rows)
+            data = parameter._sharded_param_data = own_storage(part)
+            local = parameter.sharded_param._local_tensor
+            parameter.sharded_param._local_tensor = data.as_strided(local.shape, local.stride())
 
 
 def align_gradients(root: nn.Module) -> None:
@@ -478,19 +477,17 @@ def align_gradients(root: nn.Module) -> None:
 
     FSDP2 cuts them from one tensor, and products of small matrices round by where a matrix begins (MKL).
     """
-    for parameter in _parameters_below(root):
-        _separate_gradients(parameter, torch.clone)
+    _separate_gradients(_parameters_below(root), torch.clone)
 
 
-def _separate_gradients(parameter: Any, separated: Callable[[torch.Tensor], torch.Tensor] = own_storage) -> None:
-    made: Callable[[Any, torch.Tensor], torch.Tensor] = type(parameter).to_sharded_dtensor
-
+def _separate_gradients(parameters: Iterable[Any], separated: Callable[[torch.Tensor], torch.Tensor]) -> None:
     # Dynamo would compile it anew for each size, once the user compiled the function that calls backward.
     @torch.compiler.disable
-    def separate(grad: torch.Tensor) -> torch.Tensor:
-        return made(parameter, separated(grad))
+    def separate(parameter: Any, grad: torch.Tensor) -> Any:
+        return type(parameter).to_sharded_dtensor(parameter, separated(grad))
 
-    parameter.to_sharded_dtensor = separate
+    for parameter in parameters:
+        parameter.to_sharded_dtensor = functools.partial(separate, parameter)
 
 
 def unit_in(frame: types.FrameType) -> str | None:

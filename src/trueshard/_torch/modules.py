@@ -36,6 +36,21 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def every_module(root: nn.Module) -> list[nn.Module]:
+    """Return every module at and below ``root`` once, in the order of ``root.modules()``, whatever that shows.
+
+    Wrappers are among them. A loop: torch's own generator is one inside another for each level of the tree.
+    """
+    modules: dict[nn.Module, None] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in modules:
+            modules[module] = None
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(modules)
+
+
 def forward_pre_hooks(module: nn.Module) -> Any:
     """Return the forward pre-hooks of ``module`` in the order of their calls, which no public method changes."""
     return module._forward_pre_hooks

@@ -110,10 +110,28 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     storage_of_all: Any = part.untyped_storage()
     if type(part) is not torch.Tensor or part.is_meta or storage_of_all.nbytes() == part.nbytes:
         return part
+    return _in_own_storage(part, part.shape, part.stride())
+
+
+def _in_own_storage(part: torch.Tensor, shape: Any, stride: Any) -> torch.Tensor:
     start = part.storage_offset() * part.itemsize
-    storage = storage_of_all[start : start + part.nbytes]
+    storage: Any = part.untyped_storage()[start : start + part.nbytes]
     storage.part_of = part  # on the storage: what a tensor has of its own is copied and pickled with it
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
+    return part.data.set_(storage, 0, shape, stride)  # ``.data``: the quickest new tensor of this dtype and device
+
+
+def shards_over(flat: torch.Tensor, like: Sequence[DTensor]) -> list[DTensor]:
+    """Return the parts of the 1-D ``flat``, which follow one another in it, as DTensors like those of ``like``.
+
+    By ``DTensor.__new__``, with the very records of ``like``: FSDP2 makes gradients so, and of thousands of small
+    parameters ``DTensor.from_local`` (a node of autograd, a new record) would take most of an optimizer's first step.
+    """
+    locals_of = [tensor._local_tensor for tensor in like]
+    parts = zip(flat.split(list(map(torch.Tensor.numel, locals_of))), locals_of, like, strict=True)
+    if not HAS_SPECS or type(flat) is not torch.Tensor or flat.dtype != locals_of[0].dtype or flat.is_meta:
+        return [dtensor_over(part.view(local.shape), p, p.shape, p.stride()) for part, local, p in parts]
+    shards = ((_in_own_storage(part, local.shape, local.stride()), p) for part, local, p in parts)
+    return [DTensor.__new__(DTensor, shard, p._spec, requires_grad=False) for shard, p in shards]
 
 
 def flat_memory(first: torch.Tensor, count: int) -> torch.Tensor:

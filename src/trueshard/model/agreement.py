@@ -31,11 +31,10 @@ _ODD = -7_046_029_254_386_353_131  # 2**64 / golden ratio, as a signed integer
 
 def agree_on_structure(intent: Intent, facts: Sequence[tuple[str, Any]], mesh: DeviceMesh) -> None:
     """Raise ValueError on every rank if ranks differ in ``intent`` or ``facts``: (name, value with a stable repr)."""
-    mine = [(what, repr(value)) for what, value in (*intent.facts, *facts)]
-    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    digest = hashlib.sha256(repr((intent.tensors, intent.optimizers, facts)).encode()).hexdigest()
     if len(set(gather_objects(digest, mesh))) == 1:
         return
-    everyone = gather_objects(mine, mesh)
+    everyone = gather_objects([(what, repr(value)) for what, value in (*intent.facts, *facts)], mesh)
     for rank, theirs in enumerate(everyone):
         for a, b in zip_longest(everyone[0], theirs, fillvalue=("nothing", "more")):
             if a != b:

@@ -45,10 +45,18 @@ class _Setting:
 class Intent:
     """All that must be the same after sharding as before."""
 
-    facts: tuple[tuple[str, Any], ...]
-    """(what, value); the ``repr`` of a value can be compared between processes."""
+    tensors: tuple[tuple[str, dict[str, Any]], ...]
+    """(parameter or buffer, what is known of it)."""
+    optimizers: tuple[tuple[str, Any], ...]
+    """(what, value)."""
     state_keys: tuple[str, ...]
     """``list(model.state_dict())``."""
+
+    @property
+    def facts(self) -> list[tuple[str, Any]]:
+        """(what, value); the ``repr`` of a value can be compared between processes."""
+        of_tensors = [(f"{who}: {key}", value) for who, known in self.tensors for key, value in known.items()]
+        return [*of_tensors, *self.optimizers]
 
 
 def capture(index: Index, optimizers: Sequence[torch.optim.Optimizer]) -> Intent:
@@ -57,21 +65,22 @@ def capture(index: Index, optimizers: Sequence[torch.optim.Optimizer]) -> Intent
     Raises ValueError for a parameter that is not initialised, or that the model does not own.
     """
     name_of = {id(held.tensor): held.name for held in index.parameters}
-    facts = [fact for held in index.parameters for fact in _tensor_facts("parameter", held)]
-    facts += [fact for held in index.buffers for fact in _tensor_facts("buffer", held)]
+    tensors = [*(("parameter", held) for held in index.parameters), *(("buffer", held) for held in index.buffers)]
+    facts = tuple((f"{kind} {held.name!r}", _tensor_facts(held)) for kind, held in tensors)
+    of_optimizers: list[tuple[str, Any]] = []
     for i, optimizer in enumerate(optimizers):
-        facts += _optimizer_facts(f"optimizer {i} ({type(optimizer).__name__})", optimizer, name_of)
-    return Intent(tuple(facts), tuple(index.root.state_dict(keep_vars=True)))
+        of_optimizers += _optimizer_facts(f"optimizer {i} ({type(optimizer).__name__})", optimizer, name_of)
+    return Intent(facts, tuple(of_optimizers), tuple(index.root.state_dict(keep_vars=True)))
 
 
-def _tensor_facts(kind: str, held: Held) -> list[tuple[str, Any]]:
+def _tensor_facts(held: Held) -> dict[str, Any]:
     tensor, (module, _) = held.tensor, held.places[0]
     if is_lazy(tensor):
         raise ValueError(
             f"{held.name!r} has no shape yet (its module initialises itself at the first forward): run the model once "
             "on a small batch before shard(), and make the optimizer after that"
         )
-    facts = {
+    return {
         "names": tuple(held.names),
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
@@ -79,7 +88,6 @@ def _tensor_facts(kind: str, held: Held) -> list[tuple[str, Any]]:
         "attributes": tuple(sorted(attributes_of(tensor))),
         "module": f"{_torch.own_class(module).__name__}, {'training' if module.training else 'eval'}",
     }
-    return [(f"{kind} {held.name!r}: {key}", value) for key, value in facts.items()]
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -114,6 +122,8 @@ def _optimizer_facts(
 
 def difference(before: Intent, after: Intent) -> str | None:
     """Return the first difference of two Intents, with its name; None if there is none."""
+    if before == after:
+        return None
     for (what, old), (other, new) in zip_longest(before.facts, after.facts, fillvalue=("nothing", None)):
         if what != other:
             return f"{what} became {other}"

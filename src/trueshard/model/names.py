@@ -34,8 +34,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) in the order of ``nn.Module.named_modules``, each module once, without wrappers."""
+    return _each_once(_walk(unwrap(root), ""))
+
+
+def _each_once(places: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[nn.Module] = set()
-    for name, module in _walk(unwrap(root), ""):
+    for name, module in places:
         if module not in seen:
             seen.add(module)
             yield name, module
@@ -43,16 +47,25 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) for every place in the tree: a shared module once for each of its names."""
-    yield name, module
-    for child_name, child in _torch.own_modules(module).items():
-        if child is not None:
-            yield from _walk(unwrap(child), f"{name}.{child_name}" if name else child_name)
+    waiting = [(name, module)]
+    while waiting:
+        name, module = waiting.pop()
+        yield name, module
+        prefix = f"{name}." if name else ""
+        children = _torch.own_modules(module).items()
+        waiting += [(prefix + name, unwrap(child)) for name, child in reversed(children) if child is not None]
 
 
 def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield (name, module, attribute, tensor) of ``"parameters"`` or ``"buffers"``: a tie for each of its names."""
+    return _tensors_at(_walk(unwrap(root), ""), kind)
+
+
+def _tensors_at(
+    places: Iterable[tuple[str, nn.Module]], kind: str
+) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     tables: dict[str, Any] = {"parameters": _torch.own_parameters, "buffers": _torch.own_buffers}
-    for prefix, module in _walk(unwrap(root), ""):
+    for prefix, module in places:
         for attribute, tensor in tables[kind](module).items():
             if tensor is not None:
                 yield (f"{prefix}.{attribute}" if prefix else attribute), module, attribute, tensor
@@ -87,9 +100,13 @@ class Held:
 
 def held_tensors(root: nn.Module, kind: str) -> list[Held]:
     """Return each parameter or buffer object once, in the model's order; ``kind`` as in ``named_tensors``."""
+    return _held_at(_walk(unwrap(root), ""), kind)
+
+
+def _held_at(places: Iterable[tuple[str, nn.Module]], kind: str) -> list[Held]:
     result: dict[int, Held] = {}
-    for name, module, attribute, tensor in named_tensors(root, kind):
-        held = result.setdefault(id(tensor), Held(tensor, [], []))
+    for name, module, attribute, tensor in _tensors_at(places, kind):
+        held = result.get(id(tensor)) or result.setdefault(id(tensor), Held(tensor, [], []))
         held.names.append(name)
         held.places.append((module, attribute))
     return list(result.values())
@@ -108,27 +125,32 @@ class Index:
         return unwrap(self.model)
 
     @functools.cached_property
+    def places(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) for every place in the tree: a shared module once for each of its names."""
+        return list(_walk(self.root, ""))
+
+    @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Name → module, as ``named_modules``."""
-        return dict(named_modules(self.model))
+        return dict(_each_once(self.places))
 
     @functools.cached_property
     def depths(self) -> dict[str, int]:
         """Name of a module → modules above it, on the longest way from the root: several hold a shared one."""
         lengths: dict[nn.Module, int] = {}
-        for name, module in _walk(self.root, ""):
+        for name, module in self.places:
             lengths[module] = max(lengths.get(module, 0), name.count(".") + bool(name))
         return {name: lengths[module] for name, module in self.modules.items()}
 
     @functools.cached_property
     def parameters(self) -> list[Held]:
         """Every parameter once, with its places."""
-        return held_tensors(self.model, "parameters")
+        return _held_at(self.places, "parameters")
 
     @functools.cached_property
     def buffers(self) -> list[Held]:
         """Every buffer once, with its places."""
-        return held_tensors(self.model, "buffers")
+        return _held_at(self.places, "buffers")
 
     @functools.cached_property
     def all_names(self) -> list[str]:
@@ -185,6 +207,6 @@ class _Transparent(nn.Module):
 
 def hide_wrappers(root: nn.Module) -> None:
     """Make every naming wrapper at and below ``root`` transparent, in place."""
-    for module in list(root.modules()):
+    for module in _torch.every_module(root):
         if _torch.wrapper_attribute(module) is not None:
             mix_in(module, _Transparent)

@@ -17,7 +17,8 @@ from torch import nn
 from trueshard import _torch
 
 #: nn.Module's own containers: the object stays, its content is remembered.
-_CONTAINERS = tuple(key for key, value in nn.Module().__dict__.items() if isinstance(value, (dict, set)))
+_CONTAINERS = frozenset(key for key, value in nn.Module().__dict__.items() if isinstance(value, (dict, set)))
+_HOOKS = frozenset(key for key in _CONTAINERS if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")))
 
 
 def _refill(holder: Any, content: Any) -> None:
@@ -26,10 +27,14 @@ def _refill(holder: Any, content: Any) -> None:
     holder.update(content)
 
 
-class _ModuleState:
+class ModuleState:
+    """What ``shard()`` may change of one module, as it is now."""
+
     def __init__(self, module: nn.Module) -> None:
         self.module, self.cls, self.attributes = module, type(module), dict(module.__dict__)
-        self.contents = {key: self.attributes[key].copy() for key in _CONTAINERS if key in self.attributes}
+        held = [(key, self.attributes[key]) for key in _CONTAINERS if key in self.attributes]
+        # Nearly all are empty: copies of them would be most of what a snapshot of many small modules takes.
+        self.contents = {key: content.copy() if content else () for key, content in held}
 
     def restore(self) -> None:
         object.__setattr__(self.module, "__class__", self.cls)
@@ -56,7 +61,7 @@ class Snapshot:
     """The state of ``model`` and ``optimizers`` when it is made."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        self.modules = [_ModuleState(module) for module in _every_module(model)]
+        self.modules = module_states(model)
         modules = [state.module for state in self.modules]
         held = [t for m in modules for t in (*_torch.own_parameters(m).values(), *_torch.own_buffers(m).values())]
         tensors = {id(tensor): tensor for tensor in held if tensor is not None}
@@ -87,42 +92,36 @@ class Snapshot:
             _refill(holder, content)
 
 
-def _every_module(model: nn.Module) -> list[nn.Module]:
-    """Return every module, wrappers included, whatever ``named_modules`` shows."""
-    modules: dict[int, nn.Module] = {}
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if id(module) not in modules:
-            modules[id(module)] = module
-            stack.extend(child for child in _torch.own_modules(module).values() if child is not None)
-    return list(modules.values())
+def module_states(model: nn.Module) -> list[ModuleState]:
+    """Return the state of every module, wrappers included, whatever ``named_modules`` shows."""
+    return list(map(ModuleState, _torch.every_module(model)))
 
 
 class Trace:
-    """The changes to the modules of a snapshot since it was taken; it keeps no tensor alive."""
+    """The changes to modules since their state was taken; it keeps no tensor alive."""
 
-    def __init__(self, before: Snapshot) -> None:
+    def __init__(self, before: Sequence[ModuleState]) -> None:
         self._modules: list[tuple[nn.Module, type, set[str], dict[str, Any], dict[str, set[Any]]]] = []
-        for state in before.modules:
+        for state in before:
             held = state.module.__dict__
-            added = set(held) - set(state.attributes)
+            added = held.keys() - state.attributes.keys()
             changed = {
                 key: value
                 for key, value in state.attributes.items()
-                if key not in _CONTAINERS and held.get(key) is not value
+                if held.get(key) is not value and key not in _CONTAINERS
             }
             hooks = {
-                key: set(held[key]) - set(content)
+                key: set(held[key]).difference(content)
                 for key, content in state.contents.items()
-                if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+                if held[key] and key in _HOOKS
             }
-            self._modules.append((state.module, state.cls, added, changed, hooks))
+            if added or changed or any(hooks.values()) or type(state.module) is not state.cls:
+                self._modules.append((state.module, state.cls, added, changed, hooks))
 
     @contextlib.contextmanager
     def undone(self, model: nn.Module) -> Iterator[None]:
         """Inside, undo the changes to the modules of ``model``, which keep the tensors that they have now."""
-        now = [_ModuleState(module) for module in _every_module(model)]
+        now = module_states(model)
         try:
             for module, cls, added, changed, hooks in self._modules:
                 object.__setattr__(module, "__class__", cls)

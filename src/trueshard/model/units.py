@@ -156,8 +156,9 @@ def _from_structure(index: Index) -> dict[str, str]:
     large: dict[str, str] = {}
     for name, module in modules.items():
         holder = name.rpartition(".")[0]
-        is_large = isinstance(module, _LISTS) and sum(p.numel() for p in module.parameters()) >= LARGE_LIST
-        if is_large and has_forward(modules[holder]) and any(holder.startswith(f"{block}.") for block in result):
+        if not isinstance(module, _LISTS) or not any(holder.startswith(f"{block}.") for block in result):
+            continue
+        if has_forward(modules[holder]) and sum(p.numel() for p in module.parameters()) >= LARGE_LIST:
             large[holder] = "holds a large list"
     return {**result, **large}
 

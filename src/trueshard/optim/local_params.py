@@ -7,6 +7,12 @@
   unit in the order in which FSDP2 reduces their gradients. Where that does not hold in some step, each has its own.
 - ``swapped`` puts leaves into the groups of the user's own optimizer object and takes them out again; what the
   optimizer made of state in between is shown as DTensors.
+
+``[Note: Parts of a step]`` torch's foreach steps hold an intermediate result for every parameter of a group at once: as
+much memory as all shards together (33 GiB for 70B parameters on 8 ranks), where a fused step needs none. A fused step
+would round otherwise. But torch's own classes step one group after the other, and their updates are element-wise: so
+each large leaf is shown as a group of its own, with the settings of its group, and the same kernels compute the same
+bits with intermediate results of one leaf at a time. Small leaves stay together, so that a step costs the host no more.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
+from trueshard.machine import garbage_collection_paused
 from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict
 from trueshard.optim.rebind import IsRows, as_shard, by_shape, each_in, family, shard_like
@@ -35,6 +42,10 @@ State = dict[Any, Any]
 COPIED = 16 << 20
 """Bytes up to which gradients that lie apart are copied into one tensor for a step: those of small parameters of
 several units."""
+
+
+LARGE = 16 << 20
+"""Bytes from which a leaf steps by itself: its kernels take a GPU longer than launching them takes the host."""
 
 
 def leaf_over(memory: torch.Tensor, parameter: torch.Tensor) -> nn.Parameter:
@@ -246,6 +257,7 @@ class JoinedShards(StandIn):
         if changed:
             self._remember()
 
+    @garbage_collection_paused()
     def _spread(self, key: str, value: Any) -> None:
         """Show each member its part of the leaf's ``value``."""
         assert self._entries is not None
@@ -256,8 +268,7 @@ class JoinedShards(StandIn):
             parts = scalars.unbind()
             self._entries[key] = scalars[0]
         elif isinstance(value, torch.Tensor):
-            pieces = zip(value.split(self._counts), self._locals, self.members, strict=True)
-            parts = [as_shard(piece.view(local.shape), member) for piece, local, member in pieces]
+            parts = _torch.shards_over(value.view(-1), self.members)
         else:
             parts = [value] * len(self.members)
         for shown, part in zip(self._shown, parts, strict=True):
@@ -381,8 +392,13 @@ def _join_neighbours(parameters: Sequence[torch.Tensor]) -> list[JoinedShards]:
 
 
 @contextlib.contextmanager
-def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[StandIn]]) -> Iterator[None]:
-    """Inside, show the optimizer, and those that it wraps, leaves; then again DTensors, with what it changed."""
+def swapped(
+    optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[StandIn]], *, in_parts: bool = False
+) -> Iterator[None]:
+    """Inside, show the optimizer, and those that it wraps, leaves; then again DTensors, with what it changed.
+
+    ``in_parts``: it is one of torch's own that step element-wise; see [Note: Parts of a step].
+    """
     # No optimizer expects an empty group, but each knows parameters without a gradient.
     lists = [in_group or [Placeholder(None)] for in_group in stand_ins]
     every = [stand_in for in_group in lists for stand_in in in_group]
@@ -390,8 +406,14 @@ def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[Stand
     members = [group["params"] for group in groups]
     for stand_in in every:
         stand_in.take_gradient()
+    shown_groups: list[dict[str, Any]] = []
     for group, in_group in zip(groups, lists, strict=True):
-        group["params"] = [stand_in.leaf for stand_in in in_group]
+        leaves = [stand_in.leaf for stand_in in in_group]
+        group["params"], *more = _parts(leaves) if in_parts and not group.get("fused") else [leaves]
+        shown_groups += [group, *(group | {"params": part} for part in more)]
+    is_parted = len(shown_groups) > len(groups)
+    if is_parted:
+        optimizer.param_groups[:] = shown_groups
     holders = [member for member in family(optimizer) if "state" in vars(member)]
     states: list[State] = [holder.state for holder in holders]
     distinct = {id(state): state for state in states}  # a wrapper may share the state of what it wraps
@@ -399,6 +421,8 @@ def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[Stand
     for holder, state in zip(holders, states, strict=True):
         holder.state = lent[id(state)]  # type: ignore[assignment]
     yield
+    if is_parted:
+        optimizer.param_groups[:] = groups
     for group, shown in zip(groups, members, strict=True):
         group["params"] = shown
     for stand_in in every:
@@ -408,6 +432,12 @@ def swapped(optimizer: torch.optim.Optimizer, stand_ins: Sequence[Sequence[Stand
         holder.state = state  # type: ignore[assignment]
         if distinct.pop(id(state), None) is not None:
             _keep(state, left, every, members)
+
+
+def _parts(leaves: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the small leaves together, then each large one alone."""
+    small = [leaf for leaf in leaves if leaf.nbytes < LARGE]
+    return [*([small] if small else []), *([leaf] for leaf in leaves if leaf.nbytes >= LARGE)]
 
 
 def _lend(state: State, stand_ins: Sequence[StandIn]) -> State:

@@ -280,8 +280,12 @@ class Stepping:
             step_runs(optimizer, local, owned, args, kwargs)
             self._runs.note_gradients()
         else:
-            self._swapped.enter_context(swapped(optimizer, local))
+            self._show_local(optimizer, local)
         return args, kwargs
+
+    def _show_local(self, optimizer: torch.optim.Optimizer, local: list[list[StandIn]]) -> None:
+        in_parts = all(verdict.elementwise for verdict in self._verdicts)
+        self._swapped.enter_context(swapped(optimizer, local, in_parts=in_parts))
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.states and self.states.pop() is State.STEP:
@@ -406,7 +410,7 @@ class Stepping:
                 raise
             self.states.pop()
             self._follow(optimizer)
-            self._swapped.enter_context(swapped(optimizer, [group.now(optimizer.state) for group in self._stand_ins]))
+            self._show_local(optimizer, [group.now(optimizer.state) for group in self._stand_ins])
             if self._watches_random:
                 self._random = torch.get_rng_state()
             return loss

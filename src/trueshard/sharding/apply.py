@@ -27,7 +27,7 @@ from trueshard.distributed import Axes, device_of, is_simulated
 from trueshard.model import names, registry
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held, Index
-from trueshard.model.snapshot import Snapshot
+from trueshard.model.snapshot import module_states
 from trueshard.optim.rebind import shard_like
 from trueshard.parallel import experts
 from trueshard.parallel.balancing import balance_over_ranks
@@ -57,21 +57,22 @@ def apply(
     plan: Plan,
     axes: Axes,
     *,
+    index: Index | None = None,
     hooked: Collection[str] = (),
     sources: dict[str, torch.Tensor] | None = None,
 ) -> dict[int, nn.Parameter]:
     """Shard ``model`` in place by a plan that has its units; return ``id`` of each original parameter → the new one.
 
-    ``hooked``: parameters on which some rank has a gradient hook. ``sources``: for a model on the meta device, shards
-    of the same plan to take the values from, by name.
+    ``index``: of the model, if there is one. ``hooked``: parameters on which some rank has a gradient hook.
+    ``sources``: for a model on the meta device, shards of the same plan to take the values from, by name.
     """
     mesh = axes.data
-    before = Snapshot(model)
+    before = module_states(model)
     names.hide_wrappers(model)
     root = names.unwrap(model)
     runtime = Runtime(root, plan, axes)
     registry.add(runtime, [patch.install for patch in PATCHES if plan.pipeline or not patch.of_stages])
-    index = Index(root)
+    index = index or Index(root)
     modules, originals = index.modules, index.parameters
     replicated = {whole.name for whole in plan.replicated}
     whole: set[Any] = {original.tensor for original in originals if original.name in replicated}

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard._torch import ShardedModule
 from trueshard.model import names
-from trueshard.model.snapshot import Snapshot, Trace
+from trueshard.model.snapshot import ModuleState, Trace
 from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.replicated import release_whole
 
@@ -25,15 +24,14 @@ Apply = Callable[..., Any]
 """``apply.apply``, which calls this file."""
 
 
-def allow_deepcopy(runtime: Runtime, before: Snapshot, apply: Apply, *, was_cut: bool) -> None:
+def allow_deepcopy(runtime: Runtime, before: Sequence[ModuleState], apply: Apply, *, was_cut: bool) -> None:
     """Make ``copy.deepcopy`` of the sharded model work; of one unit alone it is refused.
 
     ``was_cut``: by the user, before ``shard()``: so is the whole model.
     """
     root: Any = runtime.root
-    for module in root.modules():
-        if isinstance(module, ShardedModule):
-            module.__dict__["__deepcopy__"] = _refuse
+    for module in _torch.fsdp_modules(root):
+        module.__dict__["__deepcopy__"] = _refuse
     # The root's is among the changes that a copy undoes.
     runtime.changes = Trace(before)
     root.__dict__["__deepcopy__"] = _refuse_cut if was_cut else functools.partial(_copy, runtime, apply)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, distributed
 from trueshard._torch import ShardedModule
 from trueshard.axes import AXES
+from trueshard.machine import garbage_collection_paused
 from trueshard.model import agreement, experts, intent, names, policies, registry
 from trueshard.model.intent import refuse
 from trueshard.model.names import Index
@@ -34,6 +35,7 @@ from trueshard.sharding.hooks import Runtime, runtime_of
 from trueshard.sharding.stall_watch import watch_ranks
 
 
+@garbage_collection_paused()
 def shard(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -79,7 +81,7 @@ def shard(
         hooked_anywhere: set[str] = set().union(*distributed.gather_objects(hooked, mesh))
         with agreement.together(mesh):
             _equalise(index, optimizers, mesh)
-            new_of = apply.apply(model, resolved, axes, hooked=hooked_anywhere)
+            new_of = apply.apply(model, resolved, axes, index=index, hooked=hooked_anywhere)
             for optimizer, verdict in zip(optimizers, verdicts, strict=True):
                 rebind(optimizer, new_of, [group.is_rows for group in verdict])
             after = intent.capture(Index(model), optimizers)

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from trueshard import _torch
+from trueshard.machine import garbage_collection_paused
 
 _ALIGNED = 16
 """A mask's rows are a multiple of so many elements. Source: ``pad_bias`` of ATen/native/transformers/attention.cpp."""
@@ -128,10 +129,5 @@ def _value_as_text(tensor: torch.Tensor, spec: str) -> str:
 def without_garbage_collection() -> Iterator[None]:
     """Collect garbage now and not inside, where it would free cycles at arbitrary times."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with garbage_collection_paused():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
