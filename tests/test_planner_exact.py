@@ -19,6 +19,7 @@ from meter import Measured, meter, peak_and_rest
 from parity import Ranks
 from planning import Setting, curve, sizes, train
 from resting import all_but
+from trueshard.planner.forecasting import assumptions_of
 from trueshard.planner.simulation.recorder import Recorder
 from trueshard.planner.simulation.simulate import Simulation
 from trueshard.planner.trace import Allocation, Free, Trace
@@ -152,6 +153,7 @@ def test_blocks_that_step_by_themselves_are_extended(optimizer: str) -> None:
     assert extended.models > 1, extended.whole_because
     for made, run in ((extended.first, whole.first), (extended.steady, whole.steady)):
         assert curve(sizes(made)) == curve(sizes(run))
+    assert any("16.0 MiB at most" in sentence for sentence in assumptions_of(setting.job(), extended))
     leaf = 4 * 2048 * 1024 * 4 // 2
     assert leaf <= _temporary(extended.steady) < leaf + 2**20
 

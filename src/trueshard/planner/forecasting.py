@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trueshard.axes import AXES, FOLDED, SHARED
+from trueshard.optim.local_params import LARGE
 from trueshard.planner import ledger
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.reserve import replay
 from trueshard.planner.simulation.simulate import Simulation, Simulator
 from trueshard.planner.timeline import Timeline, schedule
-from trueshard.planner.trace import KINDS, Allocation, Communication, EventPlace, Kernel, Trace
+from trueshard.planner.trace import KINDS, Allocation, Communication, EventPlace, Free, Kernel, Trace
 from trueshard.planner.workload import Job, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan
+from trueshard.text import size
 
 MICROBATCHES = 3
 """Microbatches of a step that are simulated at most: the first, the last, and one for those between."""
@@ -250,9 +252,31 @@ def assumptions_of(job: Job, made: Simulation) -> tuple[str, ...]:
         sentences.append(f"To the experts of this rank go {more} (imbalance).")
     if made.whole_because:
         sentences.append(f"Every block was simulated, since blocks could not be extended: {made.whole_because}.")
+    if (taken := _taken_by_parts(made.steady)) is not None:
+        sentences.append(
+            "The optimizer's foreach step takes large shards one after the other, so its intermediate results are "
+            f"{size(taken)} at most, not a copy of all shards."
+        )
     if job.accumulation > MICROBATCHES:
         sentences.append(
             f"The memory curve and the time line show {MICROBATCHES} microbatches of {job.accumulation}; "
             "the figures are for all."
         )
     return tuple(sentences + made.warnings)
+
+
+def _taken_by_parts(trace: Trace) -> int | None:
+    """Return the most bytes of intermediate results in an optimizer's step by units; None if it is one for all."""
+    step = [event for event in trace if event.place.phase == "optimizer"]
+    kernels = [event for event in step if isinstance(event, Kernel) and event.op.startswith("aten._foreach")]
+    units = {kernel.place.unit for kernel in kernels if kernel.read >= LARGE}
+    taken = most = 0
+    made: set[int] = set()
+    for event in step:
+        if isinstance(event, Allocation) and event.kind == "temporary":
+            made.add(event.storage)
+            taken += event.bytes
+        elif isinstance(event, Free) and event.storage in made:
+            taken -= event.bytes
+        most = max(most, taken)
+    return most if len(units) > 1 and most else None  # where the host steps, no device holds them
