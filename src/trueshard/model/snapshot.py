@@ -28,7 +28,7 @@ def _refill(holder: Any, content: Any) -> None:
 
 
 class ModuleState:
-    """What ``shard()`` may change of one module, as it is now."""
+    """The present class, attributes and containers of one module, which ``shard()`` may change."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.cls, self.attributes = module, type(module), dict(module.__dict__)
