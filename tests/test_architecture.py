@@ -123,6 +123,7 @@ OF_OTHERS = {
     "_current_frames",
     "_fields",
     "_from_config",
+    "_keys_to_ignore_on_load_unexpected",
     "_init_weights",
     "_name_or_path",
     "_no_split_modules",

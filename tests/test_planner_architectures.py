@@ -106,8 +106,8 @@ def test_words_compute_in_bfloat16_and_modules_as_by_shard() -> None:
 
 NEW = ("qwen2_vl",)
 """In the default tests: positions follow from values of tensors."""
-LOOPS = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma")
-"""Their layers loop over positions."""
+LOOPS = ("recurrent_gemma",)
+"""Their layers loop over tokens."""
 ARCHITECTURES = [name for name, case in CASES.items() if case.kind not in ("handmade", "peft")]
 
 
@@ -215,6 +215,40 @@ def test_what_cannot_be_followed_is_refused_with_module_and_operation() -> None:
     with pytest.raises(ValueError, match=naming("model: ", "pack_padded_sequence", "(test_planner_arch")) as caught:
         planned(lambda: Packing(), sequence=8)
     assert "\n" not in str(caught.value)
+
+
+# What is counted
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+
+
+def test_mfu_counts_the_usual_operations(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    tokens, width, inner, layers, words = 48, 64, 96, 3, 128
+    matrices = layers * (4 * width * width + 3 * width * inner) + width * words
+    forecast = planned(tmp_path, sequence=tokens).forecast
+    assert forecast.model_flops_per_step == tokens * (6 * matrices + 12 * layers * width * tokens)
+    recomputed = planned(tmp_path, sequence=tokens, activation_checkpointing="full").forecast
+    assert recomputed.model_flops_per_step == forecast.model_flops_per_step < forecast.flops_per_step
+    assert forecast.mfu == pytest.approx(forecast.model_flops_per_step / forecast.step_seconds / 989.4e12)
+
+
+def test_a_sequence_beyond_the_models_limit_is_said_with_both_numbers_and_the_option(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    said = [sentence for sentence in workload_of(tmp_path, sequence=65).assumptions if "--sequence" in sentence]
+    assert len(said) == 1
+    assert lacking(said[0], "64", "65") == []
+    assert not any("--sequence" in sentence for sentence in workload_of(tmp_path, sequence=64).assumptions)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_sequence_beyond_a_table_of_positions_is_refused_so(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "n_layer": 1, "num_hidden_layers": 1}))
+    limit = {"gpt2": "1024", "bert": "512"}[kind]
+    with pytest.raises(ValueError, match=naming(limit, "2048", "--sequence")):
+        planned(tmp_path, sequence=2048)
 
 
 # A user's own file: models of diffusers and timm

@@ -15,6 +15,7 @@ from trueshard.cli import main
 from trueshard.planner import calibrate as calibrating
 from trueshard.planner.calibrate import SMALL, Calibration, calibrate
 from trueshard.planner.hardware import hardware, hardware_here, known, recognise
+from trueshard.planner.planning import Request
 
 
 @pytest.mark.parametrize("name", known())
@@ -56,6 +57,44 @@ def test_a_file_describes_a_device(tmp_path: Path) -> None:
     assert (device.name, device.network_bandwidth, device.ranks_per_node) == ("ours", 5e9, 2)
     assert device.eager.matmul == 0.7
     assert device.peak_flops == hardware("a100").peak_flops
+
+
+def test_a_file_may_have_the_table_that_the_catalogue_would(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('[ours]\nbase = "h100"\nnetwork_bandwidth = 5e9\neager = { matmul = 0.7 }\n')
+    device = hardware(str(path))
+    assert (device.name, device.title, device.network_bandwidth, device.eager.matmul) == ("ours", "ours", 5e9, 0.7)
+    path.write_text(path.read_text() + '[theirs]\nbase = "a100"\n')
+    with pytest.raises(ValueError, match=naming("cluster.toml", "ours, theirs")):
+        hardware(str(path))
+
+
+@pytest.mark.parametrize(
+    ("link", "network", "figures"),
+    [
+        (None, "400Gb", ("NVLink 4", 450e9, 50e9)),
+        (None, "50 GB/s", ("NVLink 4", 450e9, 50e9)),
+        ("pcie5", None, ("PCIe 5 x16", 64e9, 50e9)),
+        ("NVLink 5", "100Gbps", ("NVLink 5", 900e9, 12.5e9)),
+        ("32GB", None, ("32GB", 32e9, 50e9)),
+    ],
+)
+def test_link_and_network_are_words(link: str | None, network: str | None, figures: tuple[str, float, float]) -> None:
+    device = Request(model="gpt2", link=link, network=network).device()
+    assert (device.link, device.link_bandwidth, device.network_bandwidth) == figures
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ({"network": "fast"}, ("network='fast'", "400Gb", "50GB")),
+        ({"network": "0Gb"}, ("network='0Gb'",)),
+        ({"link": "nvlink"}, ("link='nvlink'", "NVLink 4", "PCIe 5 x16")),
+    ],
+)
+def test_other_words_are_refused(words: dict[str, str], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=naming(*parts)):
+        Request(model="gpt2", **words).device()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,12 @@ def _count(what: str) -> Any:
     return typer.Option(help=what, metavar="N", min=1, show_default=False)
 
 
+def _word(what: str, metavar: str) -> Any:
+    return typer.Option(help=what, metavar=metavar, show_default=False)
+
+
 def _dtype(what: str) -> Any:
-    return typer.Option(help=f"{what}: bf16, fp16 or fp32.", metavar="DTYPE", show_default=False)
+    return _word(f"{what}: bf16, fp16 or fp32.", "DTYPE")
 
 
 def _listed() -> str:
@@ -55,6 +59,8 @@ def _arguments(
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
     ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
+    link: Annotated[str | None, _word("Link inside a node: nvlink4, pcie5, …, or a rate of a device.", "WORD")] = None,
+    network: Annotated[str | None, _word("Rate of a device between nodes, such as 400Gb.", "RATE")] = None,
     replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
     sequence: Tokens = None,
     microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,

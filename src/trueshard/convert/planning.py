@@ -77,7 +77,7 @@ class Advice:
     def __str__(self) -> str:
         rows = [_row("as it is", self.theirs)]
         rows += [_row("best", self.best)] if self.changes else []
-        head = ("", "reserved", "", "tokens/s", "MFU", "step")
+        head = ("", "reserved", "", f"{self.theirs.forecast.counted}/s", "MFU", "step")
         blocks = [
             [f"{headline(self.theirs.forecast)}, from {self.title}"],
             listed("Taken for granted", [*self.theirs.assumptions, *self.differs]),

@@ -29,6 +29,7 @@ from trueshard.model import names
 from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.inputs.batches import LONGER
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.process import Workers
@@ -187,7 +188,8 @@ def _warnings(request: Request, space: Space) -> list[str]:
     is_of_dtypes = "dtype" in message or "scalar type" in message
     if is_of_dtypes and request.mixed_precision == "auto" and choices.mixed_precision is not None:
         message += "; to compute in bfloat16 was assumed: try --param-dtype fp32"
-    raise ValueError(message)
+    longer = [sentence for sentence in space.workload.assumptions if sentence.startswith(LONGER)]
+    raise ValueError("; ".join([message, *longer]))
 
 
 def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,8 +116,9 @@ def hardware(name: str, **overrides: Any) -> Hardware:
     """Return a device of the catalogue, or of a file.
 
     Args:
-        name: a key of the catalogue in any case, or the path of a TOML file (``*.toml``) with one device's keys at its
-            top level; its key ``base`` names the device of the catalogue that gives all other keys.
+        name: a key of the catalogue in any case, or the path of a TOML file (``*.toml``) with one device, as the
+            catalogue has it: a table ``[name]``, or its keys at the top level. The key ``base`` names the device of the
+            catalogue that gives all other keys.
         overrides: fields of :class:`Hardware` to replace. Mappings (``peak_flops``, ``eager``, ``compile``) replace
             only the keys that they hold.
 
@@ -125,7 +126,7 @@ def hardware(name: str, **overrides: Any) -> Hardware:
         ValueError: unknown name, unknown key, or a value of a wrong type or sign, naming it.
     """
     if name.endswith(".toml"):
-        row, key = _of_file(Path(name)), Path(name).stem
+        row, key = _of_file(Path(name))
     else:
         row, key = _row(name), name.lower()
     try:
@@ -207,16 +208,56 @@ def _with_base(row: Mapping[str, Any]) -> dict[str, Any]:
     return _merged(_row(row["base"]), changes) if "base" in row else changes
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def _of_file(path: Path) -> tuple[dict[str, Any], str]:
+    """Return a device of a file and its name."""
     try:
         row = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"hardware file {str(path)!r} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"hardware file {str(path)!r} is not TOML: {error}") from None
+    key, devices = path.stem, [name for name in row if isinstance(row[name], dict) and name not in ("eager", "compile")]
+    if devices == [*row] and len(row) > 1:
+        raise ValueError(f"hardware file {str(path)!r} has several devices, {', '.join(row)}: leave one in it")
+    if devices == [*row] != []:
+        key, row = row.popitem()
     if not isinstance(base := row.get("base", ""), str):
         raise ValueError(f"hardware file {str(path)!r}: base={base!r} must be a name of the catalogue")
-    return _with_base({"title": path.stem, "source": path.name, **row})
+    return _with_base({"title": key, "source": path.name, **row}), key
+
+
+def with_links(device: Hardware, link: str | None, network: str | None) -> Hardware:
+    """Return a device with another link inside the node and another network between nodes; None: its own.
+
+    Args:
+        device: the device.
+        link: a link of the catalogue (``"nvlink4"``, ``"PCIe 5"``), or a device's rate in one direction (``"64GB"``).
+        network: a device's rate in one direction, of bits or bytes a second (``"400Gb"``, ``"50GB/s"``).
+
+    Raises:
+        ValueError: a word that is neither.
+    """
+    changes: dict[str, Any] = {}
+    links = {hardware(name).link: hardware(name) for name in reversed(known())}
+    if link is not None:
+        word = "".join(link.lower().split())
+        named = [row for title, row in links.items() if "".join(title.lower().split()).startswith(word)]
+        keys = ("link", "link_bandwidth", "link_efficiency", "link_latency")
+        changes |= {key: getattr(named[0], key) for key in keys} if len(named) == 1 else {"link": link}
+        if len(named) != 1:
+            changes["link_bandwidth"] = _rate("link", link, f", or one of {', '.join(links)}")
+    if network is not None:
+        changes["network_bandwidth"] = _rate("network", network, "")
+    return replace(device, **changes)
+
+
+def _rate(option: str, words: str, more: str) -> float:
+    """Return the bytes a second of a rate; raise ValueError, naming ``option``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(b|B|bit|bps|Bps)(?:/s)?", words.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{option}={words!r} is no rate: write 400Gb (bits a second) or 50GB (bytes a second){more}")
+    rate = float(match[1]) * 1000.0 ** ("KMGT".index(match[2]) + 1)
+    return rate if match[3].startswith("B") else rate / 8
 
 
 def _merged(row: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

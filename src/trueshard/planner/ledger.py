@@ -185,8 +185,17 @@ def received(trace: Trace, by: Literal["op", "axis"] = "op") -> dict[str, int]:
 
 
 def flops(trace: Trace, *, recomputed: bool = True) -> int:
-    """Return the FLOPs of a step; ``recomputed=False`` leaves out those that repeat the forward."""
-    return sum(event.flops for event in trace.events if type(event) is Kernel and (recomputed or not event.recomputed))
+    """Return the FLOPs of a step; ``recomputed=False`` leaves out those that repeat the forward.
+
+    Of five products in the backward of fused attention, one is of scores, again. The rest is 6N + 12·L·h·s a token.
+    """
+    kernels = [event for event in trace.events if type(event) is Kernel and (recomputed or not event.recomputed)]
+    again = 0 if recomputed else sum(kernel.flops // 5 for kernel in kernels if _is_backward_of_attention(kernel.op))
+    return sum(kernel.flops for kernel in kernels) - again
+
+
+def _is_backward_of_attention(op: str) -> bool:
+    return "_scaled_dot_product_" in op and op.endswith("_backward")
 
 
 def by_unit(trace: Trace) -> dict[str, UnitUse]:

@@ -19,7 +19,7 @@ from trueshard.distributed import Axes
 from trueshard.model.names import nearest
 from trueshard.options import Options, Precision, Recomputation, Reshard
 from trueshard.planner import process
-from trueshard.planner.hardware import Hardware, hardware, hardware_here
+from trueshard.planner.hardware import Hardware, hardware, hardware_here, with_links
 from trueshard.planner.inputs.fake_tensors import refuse_sharded
 from trueshard.planner.schedules import Pipeline
 from trueshard.planner.trace import Trace
@@ -38,6 +38,10 @@ class Request(Options):
     batch: Any = None
     ranks_per_node: int | None = None
     """Devices of a node; None: as the hardware usually comes."""
+    link: str | None = None
+    """Link inside a node in the place of the hardware's own: a word (``"pcie5"``) or a rate, see ``with_links``."""
+    network: str | None = None
+    """A device's rate between nodes, likewise: ``"400Gb"``."""
     replicate: int | None = None
     """Replicas of the model; None: free to choose where anything is, else 1."""
     sequence: int | None = None
@@ -109,7 +113,8 @@ class Request(Options):
     def device(self) -> Hardware:
         """Return the hardware; raises ValueError if it is not known."""
         device = self.hardware
-        return device if isinstance(device, Hardware) else hardware(os.fspath(device))
+        device = device if isinstance(device, Hardware) else hardware(os.fspath(device))
+        return with_links(device, self.link, self.network)
 
 
 @timed("plan")

@@ -367,7 +367,8 @@ def operation_seconds(kernel: Kernel, hardware: Hardware, mode: Mode) -> float:
     """Return the seconds for which a kernel occupies the device, by itself.
 
     ``max(flops / (peak · share), bytes / (bandwidth · share))``, and at least ``kernel_seconds``. ``share`` is
-    ``matmul`` or ``attention`` for FLOPs and ``memory`` for bytes; of causal attention half the FLOPs count.
+    ``matmul`` or ``attention``, also for scans by chunks, for FLOPs and ``memory`` for bytes; of causal attention half
+    the FLOPs count.
     """
     if kernel.seconds is not None:
         return kernel.seconds
@@ -376,7 +377,8 @@ def operation_seconds(kernel: Kernel, hardware: Hardware, mode: Mode) -> float:
     if kernel.flops == 0:
         return max(moved, efficiency.kernel_seconds)
     flops = kernel.flops / 2 if kernel.causal else kernel.flops
-    share = efficiency.attention if "attention" in kernel.op else efficiency.matmul
+    is_attention = "attention" in kernel.op or kernel.op.startswith("fused.chunk_")
+    share = efficiency.attention if is_attention else efficiency.matmul
     return max(flops / (hardware.peak(kernel.dtype) * share), moved, efficiency.kernel_seconds)
 
 

@@ -37,7 +37,12 @@ _LAYERS = (nn.Embedding, nn.Linear, nn.MultiheadAttention, nn.Conv2d)
 _SIDES = (224, 32, 28, 64, 96, 128, 256, 384, 512, 16)
 """Sides of images that are tried, in this order."""
 
-HOW = "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define batch()"
+LONGER = "Samples are longer than"
+"""Begin of an assumption, which an error of the model may come from."""
+HOW = (
+    "give batch=, a batch of example tensors or a function (microbatch, sequence) → batch; in a file, define "
+    "batch(microbatch, sequence)"
+)
 
 
 @dataclass(frozen=True)
@@ -263,10 +268,12 @@ def hub_feed(cls: type, settings: Any, sequence: int | None) -> Feed:
     main = next((key for key in _INPUTS if key in takes), None)
     if main is None:
         raise ValueError(f"it is not known what {cls.__name__} is fed with ({', '.join(list(takes)[1:4])}, …); {HOW}")
-    length = _length(settings, main, sequence)
+    length, limit = _length(settings, main, sequence), _limit(settings, main)
     has_pixels = "pixel_values" in takes
     images = _image_tokens(settings, takes, length) if "input_ids" in takes and has_pixels else 0
     assumptions = []
+    if limit is not None and length > limit:
+        assumptions.append(f"{LONGER} {limit:,}, for which the model is made: {length:,} tokens (--sequence).")
     is_optional = has_pixels and takes["pixel_values"].default is not inspect.Parameter.empty
     if "input_ids" in takes and is_optional and not images and "return_loss" not in takes:
         has_pixels = False
@@ -296,12 +303,15 @@ def _length(settings: Any, main: str, sequence: int | None) -> int:
     """Return the tokens of a sample: those asked for, else what the model takes, at most 4,096; 1 for images alone."""
     if main == "input_values":
         return sequence or _FRAMES
-    if main == "pixel_values":
-        return 1
+    return 1 if main == "pixel_values" else sequence or min(_limit(settings, main) or 4096, 4096)
+
+
+def _limit(settings: Any, main: str) -> int | None:
+    """Return for how many tokens a sample the model is made; None if the configuration does not say it."""
     text = settings.get_text_config()
     decoded = getattr(settings, "max_target_positions", None) if main == "input_features" else None
     limits = (decoded, *(getattr(text, key, None) for key in _LENGTHS))
-    return sequence or min(next((n for n in limits if isinstance(n, int) and n > 0), 4096), 4096)
+    return next((n for n in limits if isinstance(n, int) and n > 0 and main != "input_values"), None)
 
 
 def _text(

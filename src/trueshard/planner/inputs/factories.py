@@ -273,6 +273,7 @@ class Configuration:
             self.assumptions.append(f"The class is {self.cls.__name__}: the configuration names none.")
         if getattr(self.settings, "quantization_config", None) is not None:
             self.assumptions.append("The configuration's quantization is left out: parameters are stored whole.")
+        self.assumptions += _left_out(self.settings, self.cls)
 
     def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Return a new model on fake tensors, stored in ``dtype``; None: float32, whatever the configuration says."""
@@ -347,6 +348,16 @@ def _settings(data: Any, where: str) -> Any:
     if settings.is_encoder_decoder and getattr(settings, "decoder_start_token_id", None) is None:
         settings.decoder_start_token_id = getattr(settings, "pad_token_id", None) or 0
     return settings
+
+
+def _left_out(settings: Any, cls: Any) -> list[str]:
+    """Return a sentence on layers of multi-token prediction: checkpoints have them, classes of transformers not."""
+    fields = vars(settings) | vars(settings.get_text_config())
+    keys = [key for key, count in fields.items() if ("nextn" in key or "mtp" in key) and type(count) is int and count]
+    named = [f"{key}={fields[key]}" for key in keys]
+    ignored = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
+    named = named or ["mtp.*" for pattern in ignored if "mtp" in pattern]
+    return [f"Multi-token prediction ({', '.join(named)}) is left out, as transformers does it."] if named else []
 
 
 def _class(settings: Any, where: str) -> Any:

@@ -19,6 +19,7 @@ from trueshard.plans import SHORT_DTYPES, Forecast
 from trueshard.text import size, table
 
 WIDTH = 100
+MFU = "6N + 12·L·h·s a token: causal attention in full, no recomputation"
 _NOTHING = UnitUse(0, 0, 0, 0)
 
 
@@ -274,7 +275,7 @@ def figures(forecast: Forecast) -> list[tuple[str, float, str, str]]:
         ),
         ("Step", step, duration(step), f"{computing} computing"),
         (f"{forecast.counted.capitalize()} a second", rate, f"{rate:,.0f}", "a rank"),
-        ("MFU", forecast.mfu, f"{forecast.mfu:.1%}", "recomputation not counted"),
+        ("MFU", forecast.mfu, f"{forecast.mfu:.1%}", MFU),
         ("Received", received, size(received), f"a rank and step; {waiting:.1%} of time waiting"),
     ]
 
@@ -358,7 +359,7 @@ def _time(study: Study) -> list[str]:
         rows.append(("bubble", duration(bubble), words))
     rows += [
         (f"{forecast.counted}/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
-        ("MFU", f"{forecast.mfu:.1%}", "recomputation not counted"),
+        ("MFU", f"{forecast.mfu:.1%}", MFU),
     ]
     return ["Time of a step", *_indented(rows, right=(1,))]
 

@@ -97,7 +97,7 @@ class _DataFlow:
             before = phase
             if isinstance(event, Kernel):
                 in_graph = phase in ("forward", "backward") and event.place.unit in blocks and event.stream == "compute"
-                if in_graph and event.op.startswith("aten."):
+                if in_graph and event.op.startswith(("aten.", "fused.")):
                     graph = phase, event.place.unit, microbatch
                     self.kernels[graph].append(i)
                     self.graph_of[i] = graph

@@ -99,6 +99,8 @@ class KnownValues(_torch.SimulationMode):
         """Random tensors drawn so far, inside ``drawing``; None outside, where they stay unknown."""
         self._facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
         """Facts by storage."""
+        self.loops: Any = None
+        """``LoopWatch`` of the model that runs, if loops over tokens are refused."""
         self.imbalance = 1.0
         """Tokens that arrive for this rank's experts, over their mean over ranks."""
 
@@ -132,6 +134,8 @@ class KnownValues(_torch.SimulationMode):
         Returns:
             Its fake result, and the tensors in that.
         """
+        if self.loops is not None:
+            self.loops.count(func)
         if _has_unknown_size(func, args):
             out, real = self._run_with_unknown_size(func, args, kwargs)
             outputs = tensors_of([out])
@@ -431,6 +435,12 @@ def _empty_like(real: torch.Tensor) -> torch.Tensor:
 
 
 _OWN = str(Path(__file__).parents[2])
+_PASSED = (str(Path(torch.__file__).parent), _OWN, "<")
+
+
+def is_passed(filename: str) -> bool:
+    """True for a file of torch's or this library's, and for code that is in none."""
+    return filename.startswith(_PASSED)
 
 
 def innermost_frame(error: BaseException | None = None, *, with_own: bool = False) -> traceback.FrameSummary:

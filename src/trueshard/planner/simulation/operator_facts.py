@@ -20,6 +20,9 @@ from trueshard.planner.trace import Collective
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of collective operators."""
 
+FUSED = "fused"
+"""Namespace of the kernels of ``scan_kernels.toml``: whose last argument is its FLOPs."""
+
 _WITHOUT_TRAFFIC = ("wait_tensor", "barrier", "monitored_barrier_")
 _WITHOUT_KERNEL = {
     *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"),
@@ -115,6 +118,8 @@ def _grouped_mm(
 def flops_of(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
     """Return the FLOPs of a matrix product, convolution or attention by torch's formulas; 0 for other operators."""
     name = short_name(func)
+    if func.namespace == FUSED:
+        return int(args[-1])
     if name.startswith(_ATTENTION_ON_CPU):
         # Two products forward, five backward, as torch counts attention on other devices: 2·b·h·s·t·d each.
         query, key = args[:2] if name == _ATTENTION_ON_CPU else args[1:3]

@@ -29,6 +29,7 @@ from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
+from trueshard.planner.simulation.recurrences import RefusedLoop, recurrences
 from trueshard.planner.simulation.repeats import find_runs, shorten
 from trueshard.planner.simulation.simulate import own_part, simulated_mesh
 from trueshard.planner.workload import Job
@@ -104,7 +105,8 @@ class _Trial:
         with self._collected("batch"):
             with self.values.drawing():
                 batch = own_part(model, self.workload.batch(self.job.microbatch, self.workload.sequence))
-            self._step(model, [] if self.problems else optimizers, batch)
+            with recurrences(model, self.values, on_cpu=self.job.on_cpu):
+                self._step(model, [] if self.problems else optimizers, batch)
 
     def _step(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> None:
         """Run a step up to the first failure; clip and step only if there are ``optimizers``."""
@@ -131,6 +133,10 @@ class _Trial:
         try:
             with watching_forwards(watch.begin, watch.end, always_call=False), watch:
                 loss = self.workload.loss(model, batch)
+        except RefusedLoop as error:
+            where, _, what = str(error).partition(": ")
+            self.problems.append(Problem(where, what, "", "error"))
+            return None
         except Exception as error:
             phase = f"forward, after a value was guessed ({watch.first_guess})," if watch.first_guess else "forward"
             if _is_data_dependent(error):
@@ -266,7 +272,7 @@ class _Watch(TorchFunctionMode):
         is_table = attribute in ("wpe", "pos_emb") or "position" in attribute
         if is_table and ids.ndim and ids.shape[-1] > rows:
             what = f"its table of positions has {rows} rows, and the sequence is {ids.shape[-1]}"
-            problem = Problem(name, what, "ask for a shorter sequence, or a longer table", "error")
+            problem = Problem(name, what, f"ask for at most {rows} (--sequence), or a longer table", "error")
             self.problems.setdefault(name, problem)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:

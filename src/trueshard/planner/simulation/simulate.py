@@ -30,6 +30,7 @@ from trueshard.planner.simulation.environment import (
 from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, extend
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
+from trueshard.planner.simulation.recurrences import recurrences
 from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
 from trueshard.planner.trace import EventPlace, Kernel, Phase, Trace
 from trueshard.planner.workload import Job, Workload, mesh_axes
@@ -307,7 +308,14 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
 
     traces = []
     attention = contextlib.nullcontext() if job.on_cpu else attention_as_on_a_device()
-    with attention, track_units(recorder, model, resolved), fake_tensors_look_real(), without_garbage_collection():
+    layers = recurrences(model, recorder.values, on_cpu=job.on_cpu)
+    with (
+        attention,
+        track_units(recorder, model, resolved),
+        layers,
+        fake_tensors_look_real(),
+        without_garbage_collection(),
+    ):
         for number, trains in enumerate((True,) if probe else (True, True, False)[: 3 if workload.score else 2]):
             resident = recorder.alive()
             with recorder, _torch.watching_resizes(recorder.resized):
