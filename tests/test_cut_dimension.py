@@ -23,6 +23,8 @@ from parity import Pool, Ranks, assert_same
 from resting import all_but
 from stepping import EPS, ByParameter, Mixed, OwnSGD, Whole, matrices, shard_over
 from trueshard.plans import Plan
+from trueshard.train.models.parameters import copy_module
+from trueshard.train.models.quantized import QuantizedLinear
 
 SAMPLES, WIDTH = 12, 144
 
@@ -363,3 +365,16 @@ def test_whole_weights_are_those_of_the_shards(rank: int, world_size: int) -> No
     with torch.no_grad(), trueshard.gathered(model) as copy:
         assert_same(parameters(copy), expected)
         assert torch.equal(copy(batch(0, 0, 1)), model.eval()(batch(0, 0, 1)))
+
+
+@on_ranks(4)
+def test_a_weight_that_is_cut_otherwise_than_its_codes_is_quantised(rank: int, world_size: int) -> None:
+    """Codes of a row belong together, and a rank has no whole row of the weight."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 5))
+    packed = nn.Sequential(QuantizedLinear(plain[0], "int8"))
+    expected = packed[0].packed.detach().clone()
+    assert trueshard.shard(plain).cut_dimensions != trueshard.shard(packed).cut_dimensions
+    scribble(packed)
+    copy_module(packed, plain)
+    assert torch.equal(parameters(packed)["0.packed"], expected)
