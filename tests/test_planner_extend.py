@@ -87,6 +87,10 @@ def alternating(pairs: int) -> nn.Module:
     return Blocks([Block(80 if i % 2 else 48) for i in range(2 * pairs)] + [Block(64)])
 
 
+class Pair(nn.Linear):
+    """A block of two parameters."""
+
+
 def half_gathered(count: int) -> nn.Module:
     """Of each block, a part is a unit if `Block` is, and the rest is the root's."""
     return Blocks([nn.Sequential(nn.Linear(32, 32), Block(48)) for _ in range(count)])
@@ -164,6 +168,8 @@ def assert_equal(extended: Simulation, whole: Simulation) -> None:
         for at, (a, b) in enumerate(zip(one, two, strict=False)):
             assert a == b, f"{step}, event {at}"
         assert len(one) == len(two)
+        on_host = [getattr(each, step).host_bytes for each in (extended, whole)]
+        assert abs(on_host[0] - on_host[1]) <= 4 * len(whole.plan.units), "a scalar a block"
         rows = [partial_norms(getattr(each, step)) for each in (extended, whole)]
         assert abs(rows[0] - rows[1]) <= 4200 * len(whole.plan.units), "one row of 1024 elements a block"
 
@@ -189,6 +195,9 @@ CASES: dict[str, Job] = {
         )
         for recompute in ("none", "selective")
     },
+    "two parameters a block": job(
+        lambda: Blocks([Pair(32, 32) for _ in range(FEW)]), words={"units": "Pair", "mixed_precision": "bf16"}
+    ),
     "offload, bf16": job(lambda: equal(FEW), words={"offload": "cpu", "mixed_precision": "bf16"}),
     "offload, 3 ranks, uneven": job(lambda: equal(FEW), words={"offload": "cpu"}, ranks=(3,)),
 }

@@ -225,9 +225,9 @@ class Recorder(_torch.SimulationMode):
         """Outside of forward and backward, set the place's unit to that of the tensors; "" if they are of several."""
         if self.place.phase in ("forward", "backward"):
             return
-        allocations = map(self.allocation_of, tensors)
+        held = [(tensor, self.allocation_of(tensor)) for tensor in tensors]
         # A lone scalar belongs to the operators around it.
-        units = {allocation.unit for allocation in allocations if allocation is not None and allocation.bytes > 8}
+        units = {made.unit for tensor, made in held if made is not None and (made.bytes > 8 or tensor.numel() > 1)}
         if units:
             named = units - {""}
             self.place = EventPlace(self.place.phase, named.pop() if len(named) == 1 else "")
