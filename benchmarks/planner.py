@@ -1,7 +1,7 @@
-"""The seconds and the memory that `trueshard plan` takes to choose a plan, from the start of Python to its end.
+"""The seconds and the memory that `trueshard plan` takes to answer a question, from the start of Python to its end.
 
-Resharding, recomputation, replicas and offload are free, in one case microbatch and accumulation, too. Each is a fresh
-process with the two cores that it uses at most. No weights, no GPU.
+The questions are those that newcomers ask. Each is a fresh process with the two cores that it uses at most, its stderr
+no terminal. No weights, no GPU.
 """
 
 from __future__ import annotations
@@ -17,55 +17,97 @@ from typing import Any
 
 from benchmarks.table import Table, Tell
 
-_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "num_key_value_heads": 8}
-_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
-CASES: tuple[tuple[str, dict[str, Any], int, int | None], ...] = (
-    ("Llama 3 8B", _8B, 8, None),
-    ("Llama 3 8B", _8B, 64, 512),
-    ("Llama 3 70B", _70B, 64, None),
-    ("Llama 3 70B", _70B, 512, None),
-    ("Llama 3 405B", _405B, 4096, None),
-)
-"""Model, its sizes, ranks, and the samples of all ranks in a step; None: one a rank"""
+_TITAN = """
+[model]
+name = "llama3"
+flavor = "70B"
+
+[training]
+local_batch_size = 1
+seq_len = 8192
+
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+
+[activation_checkpoint]
+mode = "selective"
+"""
+_QLORA = """
+[run]
+dir = "qlora"
+
+[model]
+config = "llama-3-70b"
+quantize = "nf4"
+
+[tokenizer]
+vocab_size = 128256
+
+[adapter]
+rank = 16
+
+[data]
+path = "data.jsonl"
+
+[train]
+steps = 100
+batch_size = 2
+sequence_length = 2048
+
+[optimizer]
+class = "torch.optim.AdamW"
+
+[shard]
+activation_checkpointing = "full"
+"""
+_TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+}
+_4096 = ("--sequence", "4096")
+CASES: dict[str, tuple[str, ...]] = {
+    "Llama 3 8B on 8": ("llama-3-8b", "--ranks", "8", *_4096),
+    "Llama 3 8B on 64, global batch 512": ("llama-3-8b", "--ranks", "64", *_4096, "--global-batch", "512"),
+    "Llama 3 70B on 64": ("llama-3-70b", "--ranks", "64", *_4096),
+    "Llama 3 70B on 512": ("llama-3-70b", "--ranks", "512", *_4096),
+    "Llama 3 405B on 4,096": ("llama-3.1-405b", "--ranks", "4096", *_4096),
+    "Llama 3 70B on 64, its axes, too": ("llama-3-70b", "--ranks", "64", "--axes"),
+    "Llama 3 70B on 64, global batch 256": ("llama-3-70b", "--ranks", "64", "--global-batch", "256"),
+    "Qwen3 235B on 512, experts 8": ("qwen3-235b-a22b", "--ranks", "512", "--experts", "8"),
+    "TorchTitan's 70B on 64": ("titan.toml", "--for", "torchtitan", "--ranks", "64"),
+    "QLoRA of 70B on two RTX 4090": ("qlora.toml", "--hardware", "rtx4090", "--ranks", "2"),
+    "8B on 64, 1M tokens, context 32": ("llama-3-8b", "--ranks", "64", "--sequence", "1048576", "--context", "32"),
+}
+"""Questions, and the command's arguments: of H100s, with everything left to it that is not named"""
 
 LIMIT = 10.0
-"""Seconds"""
+"""Seconds of an answer; of the first line on stderr 2"""
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
-    """Each case once, in a process of its own; ``quick``: the first, of two blocks."""
+    """Each question once, in a process of its own; ``quick``: a model of two blocks on 8."""
     rows, numbers = [], []
-    for name, sizes, ranks, batch in CASES[: 1 if quick else None]:
-        found = _chosen({**sizes, "num_hidden_layers": 2} if quick else sizes, ranks, batch)
-        rows.append(
-            (
-                name,
-                f"{ranks:,}",
-                "" if batch is None else f"{batch:,}",
-                f"{found['seconds']:.1f}",
-                f"{LIMIT:.0f}",
-                f"{found['cpu']:.1f}",
-                f"{found['plans']}",
-                f"{found['gib']:.2f}",
-                f"{found['tokens']:,.0f}",
-                f"{found['reserved']:.1f}",
-            )
-        )
-        numbers.append({"model": name, "ranks": ranks, "global_batch": batch, "limit": LIMIT, **found})
-        tell(f"{name} on {ranks}: {found['seconds']:.1f} s, {found['plans']} plans")
+    for name, arguments in list(CASES.items())[: 1 if quick else None]:
+        found = _answer(("tiny", *arguments[1:]) if quick else arguments)
+        cells = (f"{found['first']:.1f}", f"{found['seconds']:.1f}", f"{LIMIT:.0f}", f"{found['cpu']:.1f}")
+        more = (f"{found['gib']:.2f}", f"{found['tokens']:,.0f}", f"{found['reserved']:.1f}")
+        rows.append((name, *cells, f"{found['plans']}", *more))
+        numbers.append({"question": name, "limit": LIMIT, **found})
+        tell(f"{name}: {found['seconds']:.1f} s, {found['plans']} plans")
     return Table(
         name="planner",
         title="Seconds and memory of choosing a plan",
         note=(
-            "`trueshard plan` of a configuration for H100s with everything left to it, sequence 4,096. `plans` is how "
-            "many were studied exactly; memory is that of the largest process. The last two columns are the forecast."
+            "`trueshard plan` on two cores, from the start of Python. `first line`: seconds until it says on stderr, "
+            "which is no terminal, what it does. `plans` is how many were studied exactly; memory that of the largest "
+            "process. The last two columns are the forecast."
         ),
         columns=(
-            "model",
-            "ranks",
-            "global batch",
+            "question",
+            "first line",
             "seconds",
             "limit",
             "CPU seconds",
@@ -79,20 +121,36 @@ def run(tell: Tell, quick: bool = False) -> Table:
     )
 
 
-def _chosen(sizes: dict[str, Any], ranks: int, batch: int | None) -> dict[str, float]:
+def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:
     """Return what the command took, and what it chose."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**_LLAMA, **sizes}), encoding="utf-8")
-        command = [sys.executable, "-m", "trueshard", "plan", folder, "--hardware", "h100", "--ranks", str(ranks)]
-        command += ["--sequence", "4096", "--json"] + ([] if batch is None else ["--global-batch", str(batch)])
+        (Path(folder) / "titan.toml").write_text(_TITAN, encoding="utf-8")
+        (Path(folder) / "qlora.toml").write_text(_QLORA, encoding="utf-8")
+        (Path(folder) / "tiny.json").write_text(json.dumps(_TINY), encoding="utf-8")
+        command = [sys.executable, "-m", "trueshard", "plan", *arguments, "--json"]
+        command = [f"{word}.json" if word == "tiny" else word for word in command]
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        answer = Path(folder) / "answer.json"
+        with (
+            answer.open("w", encoding="utf-8") as output,
+            subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=folder) as process,
+        ):
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            first = time.perf_counter() - begin
+            errors = process.stderr.read()
+        if process.returncode:
+            raise RuntimeError(line + errors)
+        found = json.loads(answer.read_text(encoding="utf-8"))
     seconds, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = found.get("best", found)
     return {
+        "first": first,
         "seconds": seconds,
         "cpu": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
         "gib": used.ru_maxrss / 2**20,
         "plans": 1 + len(found["alternatives"]),
         "tokens": found["tokens_per_second_per_rank"],
         "reserved": found["peak_reserved_bytes"] / 2**30,
+        "fits": found["fits"],
     }

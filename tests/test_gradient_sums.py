@@ -65,24 +65,6 @@ def test_training_is_that_of_one_process(rank: int, world_size: int, way: str) -
     return dict(model.named_parameters())
 
 
-@as_on_one_device()
-def test_an_overflow_in_an_early_microbatch_skips_the_step(rank: int, world_size: int) -> Any:
-    model, optimizer = prepared(world_size, Stack, accumulate_gradients="sharded")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    for step in range(3):
-        for number in range(MICROBATCHES):
-            with accumulate(model, number == MICROBATCHES - 1):
-                loss = model(batch(10 * step + number, rank, world_size)).pow(2).mean()
-                scaler.scale(loss * torch.inf if (step, number) == (1, 0) else loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 8.0  # grown twice, halved once
-    return dict(model.named_parameters())
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("build", "way"), [(TiedBlocks, "shards"), (TiedBlocks, "kept in the reduce dtype"), (Sharing, "shards")]

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 import studies
 from messages import lacking
 from trueshard.planner import ledger
 from trueshard.planner.report.compare import collapse, diff
-from trueshard.planner.report.summary import as_json, duration, pareto, text
+from trueshard.planner.report.summary import as_json, duration, pareto, text, time_parts, verdict, worst_error
+from trueshard.planner.timeline import Span
 from trueshard.planner.workload import Alternative, StepPhase, Study
 from trueshard.plans import Forecast, MixedPrecision, Plan, Replicated
+from trueshard.text import size
 
 
 def names(*given: str) -> list[str]:
@@ -72,6 +78,52 @@ def test_the_text_says_whether_it_fits_and_by_how_much() -> None:
     loose = dataclasses.replace(tight, budget_bytes=5 << 30, fits=True)
     (line,) = [line for line in text(dataclasses.replace(study, forecast=loose)).splitlines() if "fits" in line]
     assert "1.5 GiB" in line
+
+
+def test_a_tight_answer_says_how_far_forecasts_of_its_kind_were_off() -> None:
+    forecast = dataclasses.replace(studies.study().forecast, budget_bytes=1000, peak_reserved_bytes=997)
+    for axes, error in (({"shard": 1}, "one axis"), ({"shard": 1, "tensor": 1}, "several axes")):
+        tight = dataclasses.replace(forecast, received_by_axis=axes)
+        worst = worst_error(tight)
+        assert worst == published_errors()[error]
+        assert lacking(verdict(tight), "0.3%", f"{worst:.0%}", size(997 / (1 - worst))) == []
+        loose = dataclasses.replace(tight, peak_reserved_bytes=int(1000 * (1 - worst)))
+        assert verdict(loose) == f"fits, {size(1000 - loose.peak_reserved_bytes)} to spare"
+
+
+def published_errors() -> dict[str, float]:
+    """The worst errors of the page's table of reserved memory by which a run took more than its forecast, by kind."""
+    page = (Path(__file__).parent.parent / "docs" / "planner.md").read_text(encoding="utf-8")
+    rows = page.partition("**Reserved memory**")[2].partition("**Live memory**")[0]
+    worst = {"one axis": 0.0, "several axes": 0.0}
+    for row in (line.split("|") for line in rows.splitlines() if "%" in line):
+        kind = "several axes" if re.search(r"\b[TCPE]P \d", row[3]) else "one axis"
+        worst[kind] = max(worst[kind], round(-float(row[6].strip(" %")) / 100, 3))
+    return worst
+
+
+def test_what_is_offloaded_is_told_for_a_node() -> None:
+    study = studies.study()
+    forecast = dataclasses.replace(study.forecast, host_bytes=600 << 30, host_budget_bytes=64 << 30, fits=False)
+    shown = text(dataclasses.replace(study, forecast=forecast))
+    (line,) = [line for line in shown.splitlines() if "on the host" in line]
+    assert lacking(line, "600.0 GiB", "4.7 TiB", "512.0 GiB", "does not fit", "--host-memory") == []
+    assert forecast.lacking_bytes == 536 << 30
+
+
+def test_an_optimizer_on_the_cpu_is_not_called_the_issuing_of_work() -> None:
+    study = studies.study()
+    step = study.timeline.seconds
+    spans = [*study.timeline.spans, Span("host", step, step + 2, "aten._foreach_add_", "optimizer", "", 0)]
+    line = dataclasses.replace(study.timeline, spans=spans, host_seconds=2.5, seconds=step + 2.5)
+    forecast = dataclasses.replace(study.forecast, step_seconds=step + 2.5)
+    parts = {
+        name: (seconds, words)
+        for name, seconds, words in time_parts(dataclasses.replace(study, timeline=line, forecast=forecast))
+    }
+    assert parts["optimizer"][0] == pytest.approx(2)
+    assert "CPU" in parts["optimizer"][1]
+    assert parts["host"][0] == pytest.approx(0.5)
 
 
 def test_long_names_stay_within_the_width() -> None:
@@ -139,10 +191,12 @@ def test_the_front_is_what_nothing_that_fits_beats() -> None:
     assert pareto([dataclasses.replace(forecast, fits=False)]) == []
     lines = text(study).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("4 other plans"))
-    assert [line.split(maxsplit=3)[3] for line in lines[start + 3 :]] == [
-        "recompute full",
-        "this plan",
-        "reshard never",
+    assert [line.split(maxsplit=3)[3].split() for line in lines[start + 3 :]] == [
+        ["yes", "*", "recompute", "full"],
+        ["yes", "*", "this", "plan"],
+        ["yes", "slower", "and", "larger"],
+        ["yes", "*", "reshard", "never"],
+        ["no", "too", "large"],
     ]
 
 

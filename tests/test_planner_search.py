@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import studies
 from messages import lacking, naming
 from trueshard import _torch
 from trueshard.model import policies
@@ -21,7 +22,7 @@ from trueshard.planner.hardware import hardware
 from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
-from trueshard.planner.workload import Job, NothingFits, Study, Workload
+from trueshard.planner.workload import Job, NotFaster, NothingFits, Study, Workload
 from trueshard.plans import MixedPrecision, Plan
 from trueshard.sharding import engine
 from trueshard.text import size
@@ -33,15 +34,8 @@ BUDGETS = 4
 """Between the smallest and the largest peak of all plans."""
 MOST = 16
 """Plans that are studied to choose one, where hundreds may be chosen."""
+TENSOR = {"ranks": 4, "*up": "colwise", "*down": "rowwise"}
 OFFLOADS: tuple[Offload, ...] = ("none", "cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_on_an_idle_machine() -> Iterator[None]:
-    """A search has as long as it wants: on a busy machine it would end before the best plan is worked out."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("trueshard.planner.search.search.SECONDS", 60.0)
-        yield
 
 
 class Block(nn.Module):
@@ -379,3 +373,61 @@ def test_a_budget_below_one_unit_is_told_by_its_name() -> None:
 def test_a_budget_above_the_device_is_refused() -> None:
     with pytest.raises(ValueError, match="more than"):
         choose(space(tower(2), 1 << 40))
+
+
+# Host memory
+
+
+def test_offload_needs_the_memory_of_its_node() -> None:
+    """Shards, gradients, two moments and what the optimizer makes of them, all of float32, lie on the host."""
+    offloaded = Options(**{**AUTO, "offload": "cpu"}, mixed_precision="bf16")
+    enough = choose(space(tower(2), choices=offloaded)).forecast
+    parameters = sum(parameter.numel() for parameter in Tower(2).parameters())
+    assert 0 <= enough.host_bytes - 5 * 4 * parameters // 8 < 64  # and its count of steps
+    assert enough.fits
+    few = hardware("h100", host_memory_bytes=enough.host_bytes - 1)
+    refused = nothing(space(tower(2), choices=offloaded, hardware=few), enough.budget_bytes)
+    needed, has = (size(8 * count) for count in (enough.host_bytes, enough.host_bytes - 1))
+    assert lacking(refused, needed, has, "host", "--host-memory") == []
+    exact = hardware("h100", host_memory_bytes=enough.host_bytes)
+    assert choose(space(tower(2), choices=offloaded, hardware=exact)).forecast.fits
+
+
+def test_an_offload_whose_host_memory_is_lacking_is_not_chosen() -> None:
+    few = hardware("h100", host_memory_bytes=1 * MIB)
+    refused = nothing(space(tower(2), hardware=few), 60 * MIB)
+    assert "--host-memory" in str(refused)
+
+
+def test_what_fits_without_offload_comes_before_it() -> None:
+    asked: list[str] = []
+    other = studies.study()
+
+    def instead(lack: str) -> Study:
+        asked.append(lack)
+        return other
+
+    assert choose(space(tower(2), 60 * MIB), before_offload=instead) is other
+    assert len(asked) == 1
+    assert choose(space(tower(2)), before_offload=instead) is not other
+    assert len(asked) == 1
+
+
+def test_a_space_that_is_expected_to_be_slower_is_not_studied() -> None:
+    lines: list[str] = []
+    best = choose(space(tower(2))).forecast.tokens_per_second_per_rank
+    with pytest.raises(NotFaster) as slower:
+        choose(space(tower(2)), lines.append, faster_than=2 * best)
+    assert slower.value.args[0] == pytest.approx(best, rel=0.2)
+    assert lines == []
+    assert choose(space(tower(2)), faster_than=best / 2).forecast.tokens_per_second_per_rank == best
+
+
+@pytest.mark.rest
+def test_predicted_speeds_are_those_of_ranks_that_share_tokens() -> None:
+    """Where ranks have the same samples, their tokens count once, in what is predicted as in what is studied."""
+    request = space(tower(4), choices=Options(**AUTO, mixed_precision="bf16", tensor=TENSOR))
+    evaluator = Evaluator(request)
+    candidate = evaluator.uniform(Setting(1, 1, 1, "none"), "always", "none")
+    predicted = 1 / evaluator.expected(candidate).cost
+    assert predicted == pytest.approx(evaluator.evaluate(candidate).tokens_per_second_per_rank, rel=0.3)

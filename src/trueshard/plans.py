@@ -89,6 +89,20 @@ class Forecast:
     """Microbatches whose activations that stage holds at most; 0 without a pipeline."""
     bubble_seconds: float = 0.0
     """Time in which a rank has nothing to compute while the pipeline fills and drains."""
+    host_bytes: int = 0
+    """Peak of the host memory that a rank's offloaded shards, gradients and optimizer state take."""
+    host_budget_bytes: int | None = None
+    """The limit for ``host_bytes``: a rank's share of its node's main memory; None: not known."""
+
+    @property
+    def host_lack(self) -> int:
+        """Bytes of host memory that a rank lacks; 0 or less if it lacks none."""
+        return 0 if self.host_budget_bytes is None else self.host_bytes - self.host_budget_bytes
+
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes by which it does not fit; 0 if it does."""
+        return 0 if self.fits else max(self.peak_reserved_bytes - self.budget_bytes, self.host_lack)
 
     @property
     def counted(self) -> str:

@@ -9,6 +9,8 @@ import gc
 import importlib
 import inspect
 import json
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +74,9 @@ def _arguments(
     optimizer: Optimizer = None,
     memory: Annotated[
         str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Main memory of a node, such as 512GiB.", metavar="SIZE", show_default=False)
     ] = None,
     offload: Annotated[
         str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
@@ -305,8 +310,37 @@ def _write(study: Study, out: Path | None, html: Path | None, points: Any = None
         replace_text(html, page.page(study, points))
 
 
+class _Lines:
+    """Shows what is done on a stderr that is no terminal: a line, when it is new and half a second has passed."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def update(self, line: str) -> None:
+        self.line = line
+
+    def _show(self) -> None:
+        shown = ""
+        while not self._ended.wait(0.5):
+            if self.line != shown:
+                shown = self.line
+                print(f"{shown} …", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Lines:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 def _status(line: str) -> Any:
-    """Show a line on stderr, if that is a terminal, while a context is open; drawn seldom: it takes processor time."""
+    """Show a line on stderr while a context is open; on a terminal drawn seldom: it takes processor time."""
+    if not sys.stderr.isatty():
+        return _Lines(line)
     from rich.console import Console
 
     return Console(stderr=True).status(line, refresh_per_second=4)
@@ -383,7 +417,8 @@ def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
         )
     _refuse_others(typed, _OF_TRAINING, "a training configuration", "; use --set")
     config = load_config(Path(params["model"]), overrides)
-    return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
+    with _status(f"Building the model of {params['model']} on fake tensors"):
+        return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:

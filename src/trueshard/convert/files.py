@@ -50,7 +50,7 @@ def planned(
             values = _values(kind, model, options)
             path, start = Path(folder, kind.new["name"]), f"by: {kind.new['start'] % values}"
             path.write_text(FORMATS[path.suffix][1](yaml.safe_load(kind.new["text"] % values)), encoding="utf-8")
-        advice = advise(path, source, model, progress=progress, **{"ranks": None, **options})
+        advice = advise(path, source, model, progress=progress, workers=None, **{"ranks": None, **options})
         return advice, {path.name: _changed(path, advice.changes)}, start
 
 

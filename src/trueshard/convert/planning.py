@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -24,12 +25,13 @@ from trueshard.convert.tables import Framework
 from trueshard.errors import UserError
 from trueshard.model.names import Index, named_modules
 from trueshard.model.units import Grouping
-from trueshard.options import NAMES
-from trueshard.planner.choose_plan import FREE, Progress, on_best_axes, solve, space_of
+from trueshard.options import NAMES, Offload
+from trueshard.planner.choose_plan import FREE, Progress, on_best_axes, shared_simulations, solve, space_of
 from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
-from trueshard.planner.search.evaluator import Evaluator, cost
+from trueshard.planner.search.evaluator import Evaluator, Simulations, cost
+from trueshard.planner.search.search import check_speed, checked, study_fastest
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting
 from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Study
@@ -109,6 +111,7 @@ def advise(
     *,
     ranks: int | None = None,
     progress: Progress = lambda line: None,
+    workers: int | None = 0,
     **options: Any,
 ) -> Advice:
     """Return forecasts of a configuration and of the best plan, and the keys that differ.
@@ -118,6 +121,7 @@ def advise(
         source: its framework, of `FRAMEWORKS`.
         model: as of `trueshard.plan`; "": what the file names.
         ranks: processes; None: as the file says, else 8.
+        workers: as of `solve`.
         options: other fields of `Request`, in the place of what the file says.
 
     Raises:
@@ -132,9 +136,10 @@ def advise(
     options = {name: value for name, value in options.items() if value is not None}
     search_axes = options.pop("axes", False)
     request = request_of(draft, model or model_of(draft, path), options)
-    theirs = forecast_of(request, kind, draft, progress)
-    search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress)
-    best = on_best_axes(request, search, progress) if search_axes else search(request)
+    with shared_simulations(request, workers) as shared:
+        theirs = checked(shared.workers, lambda: forecast_of(request, kind, draft, progress, shared))
+        search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress, shared=shared)
+        best = on_best_axes(request, search, progress) if search_axes else search(request)
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
         best = theirs
     changes = tuple(changes_of(kind, draft, theirs, best))
@@ -222,10 +227,19 @@ def model_of(draft: Draft, path: Path) -> str:
 # The best plan
 
 
-def best_of(request: Request, theirs: Request, kind: Framework, draft: Draft, progress: Progress) -> Study:
+def best_of(
+    request: Request,
+    theirs: Request,
+    kind: Framework,
+    draft: Draft,
+    progress: Progress,
+    shared: Simulations | None = None,
+    faster_than: float | None = None,
+) -> Study:
     """Return the study of the fastest plan that fits, of those that say the same for all blocks and have keys there.
 
-    Raises ValueError for axes, beside those of the file (`theirs`), without a key there or that the batch rules out.
+    ``shared``, ``faster_than``: as of `solve`. Raises ValueError for axes, beside those of the file (`theirs`), without
+    a key there or that the batch rules out.
     """
     assert theirs.microbatch is not None
     assert theirs.accumulation is not None
@@ -240,25 +254,25 @@ def best_of(request: Request, theirs: Request, kind: Framework, draft: Draft, pr
     request = dataclasses.replace(request, microbatch=theirs.microbatch, accumulation=of_rank // theirs.microbatch)
     replicate = 1 if request.replicate == request.ranks else request.replicate  # full copies everywhere shard nothing
     free: dict[str, Any] = {"reshard_after_forward": "auto", "activation_checkpointing": "auto", "offload": "none"}
-    space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free))
-    evaluator = _TheirUnits(space, progress)
-    evaluator.change = functools.partial(in_their_units, kind=kind, draft=draft)
+    space, _ = space_of(dataclasses.replace(request, replicate=replicate, **free), shared)
     sizes = [theirs.microbatch]
     if spoken(kind, draft, "microbatch", 1) and spoken(kind, draft, "train.accumulate", 1):
         sizes = [theirs.microbatch * 2, theirs.microbatch, theirs.microbatch // 2]
     sizes = [size for size in sizes if size and of_rank % size == 0]
+    if len(sizes) > 1:  # costs are measured at the ends of what the batch allows
+        readers = theirs.ranks // sharing
+        space = dataclasses.replace(space, microbatch=None, accumulation=None, global_batch=of_rank * readers)
+    evaluator = _TheirUnits(space, progress, simulations=shared)
+    evaluator.change = functools.partial(in_their_units, kind=kind, draft=draft)
     reshards = [word for word in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", word)]
     recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
-    offloads = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
+    offloads: tuple[Offload, ...] = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
+    if faster_than:
+        check_speed(evaluator, faster_than)
     for offload in offloads:
-        for microbatch in sizes:
-            setting = Setting(space.replicate or 1, microbatch, of_rank // microbatch, offload)  # type: ignore[arg-type]
-            for reshard in reshards:
-                for recompute in recomputes:
-                    if evaluator.evaluate(evaluator.uniform(setting, reshard, recompute)).fits:
-                        break  # to recompute more is slower
-            if evaluator.evaluate(evaluator.uniform(setting, reshards[0], recomputes[0])).fits:
-                break  # the fastest fits: smaller microbatches are slower
+        settings = [Setting(space.replicate or 1, size, of_rank // size, offload) for size in sizes]
+        choices = itertools.product(settings, reshards, recomputes)
+        study_fastest(evaluator, [evaluator.uniform(*choice) for choice in choices])
         if evaluator.best is not None:
             return evaluator.studies[evaluator.best]
     assert evaluator.smallest is not None
@@ -277,15 +291,21 @@ class _TheirUnits(Evaluator):
         return self.change(super().plan(candidate), self.simulations.simulator.model)
 
 
-def forecast_of(request: Request, kind: Framework, draft: Draft, progress: Progress = lambda line: None) -> Study:
-    """Return the study of a configuration as it is."""
-    space, _ = space_of(request)
-    simulator = Simulator(space.workload)
+def forecast_of(
+    request: Request,
+    kind: Framework,
+    draft: Draft,
+    progress: Progress = lambda line: None,
+    shared: Simulations | None = None,
+) -> Study:
+    """Return the study of a configuration as it is; ``shared``: as of `solve`."""
+    space, _ = space_of(request, shared)
+    simulator = Simulator(space.workload) if shared is None else shared.simulator
     plan = simulator.resolve(space.choices, space.cluster(space.replicate or 1).mesh)
     if (theirs := in_their_units(plan, simulator.model, kind, draft)) is plan:
-        return solve(request, progress)
+        return solve(request, progress, shared=shared)
     free = {name: getattr(FREE, name) for name in NAMES if name != "memory"}
-    return solve(dataclasses.replace(request, **free, plan=theirs), progress)
+    return solve(dataclasses.replace(request, **free, plan=theirs), progress, shared=shared)
 
 
 def in_their_units(plan: Plan, model: Any, kind: Framework, draft: Draft) -> Plan:

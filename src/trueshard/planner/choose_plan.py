@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +34,13 @@ from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.batches import LONGER
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.process import Workers
 from trueshard.planner.search.evaluator import Simulations
-from trueshard.planner.search.search import checked, choose, objects_frozen
+from trueshard.planner.search.search import checked, choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
-from trueshard.planner.workload import Job, NothingFits, Study
+from trueshard.planner.workload import Job, NotFaster, NothingFits, Study
 from trueshard.plans import Plan
-from trueshard.text import size
+from trueshard.text import parse_size, size
 
 Progress = Callable[[str], object]
 
@@ -47,27 +48,68 @@ FREE = Options(reshard_after_forward="auto", activation_checkpointing="auto")
 """Defaults of ``trueshard.plan``."""
 
 
-def solve(request: Request, progress: Progress = lambda line: None, *, workers: int | None = 0) -> Study:
+def solve(
+    request: Request,
+    progress: Progress = lambda line: None,
+    *,
+    workers: int | None = 0,
+    shared: Simulations | None = None,
+    faster_than: float | None = None,
+) -> Study:
     """Return the study of the best plan; raises as ``trueshard.plan``.
 
-    ``progress`` gets a line for each plan; ``workers``: as of ``choose``, 0 except in the planner's process.
+    ``progress`` gets a line for each plan; ``workers``: processes that do the work, 0: this one does, None: one for
+    each of at most two cores; ``shared``: some that run already and have the model; ``faster_than``: as of ``choose``.
     """
-    if request.axes:
-        if request.plan is not None:
-            raise ValueError("axes: a given plan has its axes; leave out axes, or the plan")
-        return on_best_axes(request, functools.partial(solve, progress=progress, workers=workers), progress)
+    if request.axes and request.plan is not None:
+        raise ValueError("axes: a given plan has its axes; leave out axes, or the plan")
     request.choices().replace(memory=None).check_alone(request.plan, defaults=FREE)
-    space, is_open = space_of(request)
-    check = functools.partial(_warnings, request, space)
     workers = None if process.is_planners() else workers
+    if shared is None:
+        with shared_simulations(request, workers) as shared:
+            return checked(shared.workers, lambda: solve(request, progress, workers=workers, shared=shared))
+    if request.axes:
+        search = functools.partial(solve, progress=progress, workers=workers, shared=shared)
+        return on_best_axes(request, search, progress)
+    space, is_open = space_of(request, shared)
     if space.pipe.stages > 1:
-        with Workers({"check": check}, workers) as side:
-            study = checked(side, lambda: _of_pipeline(space, request.plan, workers))
+        study = _of_pipeline(space, request.plan, workers)
     elif is_open and request.plan is None:
-        study = choose(space, progress, workers=workers, check=check)
+        instead = functools.partial(_instead_of_offload, request, progress, workers, shared)
+        study = choose(space, progress, simulations=shared, faster_than=faster_than, before_offload=instead)
     else:
-        study = _of_one_plan(space, request.plan, workers, check)
+        study = _of_one_plan(space, request.plan, shared)
     return dataclasses.replace(study, assumptions=(*_left_out(request, space), *study.assumptions))
+
+
+def _instead_of_offload(
+    request: Request, progress: Progress, workers: int | None, shared: Simulations, lack: str
+) -> Study | None:
+    """Return the study of what fits without offload, if any, of options that were left out.
+
+    Tried are experts that a node's ranks share, then parameters that are stored in 16 bits.
+    """
+    node = min(request.ranks, request.ranks_per_node or request.device().ranks_per_node)
+    changes: dict[str, Any] = {"experts": node} if request.experts == 1 else {}
+    if request.storage_dtype is None and isinstance(request.model, (str, os.PathLike)):
+        changes["storage_dtype"] = "bf16"
+    for name, value in changes.items() if request.offload is None else ():
+        progress(f"Nothing fits without offload; trying {name}={value}")
+        less = dataclasses.replace(request, axes=False, offload="none", **{name: value})
+        kept = shared if name == "experts" else None  # another dtype is another model
+        with contextlib.suppress(ValueError):  # shard() refuses it, or nothing fits
+            study = solve(less, progress, workers=workers, shared=kept, faster_than=0.0)
+            reason = f"{name}={value}: without it, or offload, the most frugal plan lacks {lack}."
+            return dataclasses.replace(study, reasons=(reason, *study.reasons))
+    return None
+
+
+@contextlib.contextmanager
+def shared_simulations(request: Request, workers: int | None) -> Iterator[Simulations]:
+    """Yield the running simulations of a model, for requests that differ in the rest; they check ``request``."""
+    space, _ = space_of(request)
+    with Simulations(space.workload, workers, functools.partial(_warnings, request, space)).running() as simulations:
+        yield simulations
 
 
 def _left_out(request: Request, space: Space) -> list[str]:
@@ -111,7 +153,8 @@ def best_plan_for(
         **vars(choices),
     )
     space, _ = space_of(request)
-    return choose(space, workers=None if process.is_planners() else 0).plan
+    with Simulations(space.workload, None if process.is_planners() else 0).running() as simulations:
+        return choose(space, simulations=simulations).plan
 
 
 def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> torch.optim.Optimizer:
@@ -128,10 +171,11 @@ def _over(model: nn.Module, optimizer: torch.optim.Optimizer, name_of: Mapping[i
     return made
 
 
-def space_of(request: Request) -> tuple[Space, bool]:
-    """Return the plans that are asked for, and whether there is anything to choose."""
+def space_of(request: Request, shared: Simulations | None = None) -> tuple[Space, bool]:
+    """Return the plans that are asked for, and whether there is anything to choose; ``shared`` have the workload."""
     device, choices, optimizer, plan = request.device(), request.choices(), request.optimizer, request.plan
-    workload = workload_of(
+    workload = None if shared is None else shared.simulator.workload
+    workload = workload or workload_of(
         request.model,
         sequence=request.sequence,
         optimizer=optimizer,
@@ -141,6 +185,10 @@ def space_of(request: Request) -> tuple[Space, bool]:
         storage_dtype=request.storage_dtype,
     )
     microbatch = request.microbatch or _samples(request.batch)
+    ranks_per_node = request.ranks_per_node or min(device.ranks_per_node, request.ranks)
+    if request.host_memory is not None:
+        share = parse_size("host_memory", request.host_memory) // ranks_per_node
+        device = dataclasses.replace(device, host_memory_bytes=share)
     is_open = is_free(choices.reshard_after_forward) or is_free(choices.activation_checkpointing)
     is_open |= choices.offload == "auto"
     is_open |= request.global_batch is not None and (microbatch is None or request.accumulation is None)
@@ -154,7 +202,7 @@ def space_of(request: Request) -> tuple[Space, bool]:
         workload=dataclasses.replace(workload, score=request.score, beside=request.beside),
         hardware=device,
         ranks=request.ranks,
-        ranks_per_node=request.ranks_per_node or min(device.ranks_per_node, request.ranks),
+        ranks_per_node=ranks_per_node,
         budget=choices.budget(),
         choices=choices,
         replicate=replicate or (None if is_open else 1),
@@ -223,23 +271,15 @@ def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:
     )
 
 
-def _of_one_plan(space: Space, plan: Plan | None, workers: int | None, check: Callable[[], list[str]]) -> Study:
+def _of_one_plan(space: Space, plan: Plan | None, shared: Simulations) -> Study:
     """Return the study of a plan; None: of the one that the options mean."""
     space = dataclasses.replace(space, microbatch=space.microbatch or 1, accumulation=space.accumulation or 1)
     (batch,) = space.batches()
     setting = Setting(space.replicate or 1, *batch, space.offloads[0])
-    simulations = Simulations(space.workload, workers, check)
-    with objects_frozen():
-        simulations.prepare()
-        with simulations.workers as side:
-
-            def make() -> Study:
-                cluster, simulator = space.cluster(setting.replicate), simulations.simulator
-                memory = space.budget or cluster.hardware.memory_bytes
-                resolved = simulator.resolve(plan or space.choices, cluster.mesh, memory)
-                return space.study(resolved, setting, space.budget, simulator)
-
-            return checked(side, make)
+    cluster, simulator = space.cluster(setting.replicate), shared.simulator
+    memory = space.budget or cluster.hardware.memory_bytes
+    resolved = simulator.resolve(plan or space.choices, cluster.mesh, memory)
+    return space.study(resolved, setting, space.budget, simulator)
 
 
 # Axes
@@ -260,8 +300,7 @@ class _Trial:
     @property
     def lack(self) -> int:
         """Bytes by which it does not fit; 0 if it does."""
-        forecast = self.study.forecast
-        return 0 if forecast.fits else forecast.peak_reserved_bytes - forecast.budget_bytes
+        return self.study.forecast.lacking_bytes
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -274,40 +313,46 @@ class _Trial:
         return f"{_axes_text(self.request)} {f'lacks {size(self.lack)}' if self.lack else speed}"
 
 
-def on_best_axes(request: Request, solve: Callable[[Request], Study], progress: Progress) -> Study:
+def on_best_axes(request: Request, solve: Callable[..., Study], progress: Progress) -> Study:
     """Return the study of the fastest plan of all axes that were tried; Ctrl-C takes the best so far.
+
+    ``solve``: (request, faster_than=tokens a second or None) → study, see ``choose``.
 
     Raises NothingFits, where plans are searched, if nothing does on any axes: that of those that lack the least.
     """
 
-    def tried(request: Request) -> _Trial:
+    def tried(request: Request, faster_than: float = 0.0) -> _Trial:
         try:
-            return _Trial(request, solve(request))
+            return _Trial(request, solve(request, faster_than=faster_than))
         except NothingFits as error:
             return _Trial(request, error.study, error)
 
     best = tried(dataclasses.replace(request, axes=False))
-    trials = [best]
+    others: list[_Trial | str] = []
     try:
         for axis in _TRIED:
             for larger in _doubled(best, axis.name, in_node=axis.in_node, piped=axis.place == "stages"):
                 progress(f"{_axes_text(larger)}; the best so far: {best}")
+                forecast = best.study.forecast
                 try:
-                    trial = tried(larger)
+                    trial = tried(larger, 0.0 if best.lack else forecast.tokens_per_second_per_rank)
+                except NotFaster as slower:
+                    others.append(f"{_axes_text(larger)} about {slower.args[0]:,.0f} {forecast.counted}/s")
+                    break
                 except ValueError:
                     break
-                trials.append(trial)
                 if trial.rank >= best.rank:
+                    others.append(trial)
                     break
+                others.append(best)
                 best = trial
     except KeyboardInterrupt:
         if best.error is not None:
             raise
     if best.error is not None:
-        raise best.error
-    others = "; ".join(str(trial) for trial in trials if trial is not best)
+        return solve(best.request)  # raises with the cheapest change that would fit
     text = _axes_text(best.request)
-    reason = f"{text[0].upper()}{text[1:]}: {others or 'no axis can be shared by more ranks'}."
+    reason = f"{text[0].upper()}{text[1:]}: {'; '.join(map(str, others)) or 'no axis can be shared by more ranks'}."
     return dataclasses.replace(best.study, reasons=(reason, *best.study.reasons))
 
 

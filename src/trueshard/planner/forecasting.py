@@ -146,6 +146,7 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
     # Ranks of one context, one tensor axis and one pipeline have the same samples.
     tokens = job.microbatch * job.accumulation * job.workload.sequence / cluster.readers_share
     rate = cluster.hardware.peak(compute_dtype(made.plan))
+    on_host, of_host = max(made.first.host_bytes, made.steady.host_bytes), cluster.hardware.host_memory_bytes
     return Forecast(
         model=job.workload.name,
         hardware=cluster.hardware.name,
@@ -155,8 +156,10 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
         microbatch=job.microbatch,
         accumulation=job.accumulation,
         optimizer=job.optimizer,
-        fits=reserved <= budget,
+        fits=reserved <= budget and (of_host is None or on_host <= of_host),
         budget_bytes=budget,
+        host_bytes=on_host,
+        host_budget_bytes=of_host,
         peak_live_bytes=peak.bytes,
         peak_reserved_bytes=reserved,
         overhead_bytes=cluster.overhead_bytes,

@@ -14,6 +14,7 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from trueshard import machine
 from trueshard.text import nearest, size, tomllib
 
 Mode = Literal["eager", "compile"]
@@ -101,6 +102,8 @@ class Hardware:
     """True if communication overlaps computation; on a CPU everything is sequential."""
     eager: Efficiency
     compile: Efficiency
+    host_memory_bytes: Count | None = None
+    """Device's share of the node's main memory; None: not known, and no limit."""
 
     def efficiency(self, mode: Mode) -> Efficiency:
         """Return the shares for a mode."""
@@ -177,7 +180,8 @@ def hardware_here(device: torch.device) -> Hardware:
             f"the planner's catalogue has no device {title!r} with {size(memory_bytes)}: name one with --hardware "
             f"(hardware= in Python), one of {', '.join(known())}, or a TOML file that describes it"
         )
-    return hardware(name, memory_bytes=memory_bytes)
+    host = machine.memory_bytes() // max(1, torch.cuda.device_count())
+    return hardware(name, memory_bytes=memory_bytes, host_memory_bytes=host)
 
 
 _SAME_MEMORY = 0.08

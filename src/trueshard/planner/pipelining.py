@@ -204,9 +204,7 @@ def ends_of(job: Job, pipe: Pipeline, workers: int | None = 0) -> Iterator[Ends]
     with contextlib.ExitStack() as running:
         with quietly():
             for simulations in stages.values():
-                simulations.prepare()
-        for simulations in stages.values():
-            running.enter_context(simulations.workers)
+                running.enter_context(simulations.running())
         yield Ends(blocks, width * dtype.itemsize, outputs * dtype.itemsize, stages)
 
 
@@ -335,7 +333,7 @@ class Stage:
             peak_live_bytes=one.peak_live_bytes + more,
             peak_by_kind=kinds,
             peak_reserved_bytes=reserved,
-            fits=reserved <= budget,
+            fits=reserved <= budget and one.host_lack <= 0,
             mfu=one.mfu * flops / max(1, one.model_flops_per_step),
             pipeline=pipe.stages,
             schedule=pipe.schedule,

@@ -42,6 +42,8 @@ class Request(Options):
     """Link inside a node in the place of the hardware's own: a word (``"pcie5"``) or a rate, see ``with_links``."""
     network: str | None = None
     """A device's rate between nodes, likewise: ``"400Gb"``."""
+    host_memory: str | int | None = None
+    """Main memory of a node (``"512GiB"``, or bytes), for what is offloaded; None: as the hardware usually has."""
     replicate: int | None = None
     """Replicas of the model; None: free to choose where anything is, else 1."""
     sequence: int | None = None

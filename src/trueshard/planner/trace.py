@@ -154,6 +154,8 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     resident: list[Allocation] = field(default_factory=list)
     """Allocations that are live when the step begins, oldest first."""
+    host_bytes: int = 0
+    """Peak of the memory that offloaded shards, gradients and optimizer state take on the host; not in ``events``."""
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

@@ -140,6 +140,10 @@ class Study:
     """Phases of reinforcement learning, where the forecast is that of the update, or of a training run."""
 
 
+class NotFaster(ValueError):
+    """No plan is expected to be faster than one that is known; has the tokens a second of a rank that are expected."""
+
+
 class NothingFits(ValueError):
     """No plan fits the budget; the message says by how much and what would."""
 

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import resources
 from typing import Any
 
 from trueshard.axes import OPTIONS
@@ -16,7 +17,7 @@ from trueshard.planner.ledger import UnitUse
 from trueshard.planner.report.compare import collapse, times
 from trueshard.planner.workload import Alternative, Study
 from trueshard.plans import SHORT_DTYPES, Forecast
-from trueshard.text import size, table
+from trueshard.text import size, table, tomllib
 
 WIDTH = 100
 MFU = "6N + 12·L·h·s a token: causal attention in full, no recomputation"
@@ -124,7 +125,28 @@ def settings(study: Study) -> str:
 def verdict(forecast: Forecast) -> str:
     """Return whether it fits, and by how much."""
     spare = forecast.budget_bytes - forecast.peak_reserved_bytes
-    return f"fits, {size(spare)} to spare" if forecast.fits else f"does not fit, {size(max(-spare, 0))} too much"
+    if not forecast.fits:
+        return f"does not fit, {size(-spare)} too much" if spare < 0 else "fits, but what is offloaded does not"
+    error = worst_error(forecast)
+    safe, part = forecast.peak_reserved_bytes / (1 - error), spare / forecast.budget_bytes
+    if safe <= forecast.budget_bytes:
+        return f"fits, {size(spare)} to spare"
+    return f"fits, {part:.1%} to spare; errors of this kind reach {error:.0%}: count on {size(safe)}"
+
+
+def worst_error(forecast: Forecast) -> float:
+    """Return the part by which a published run of the same kind took more memory than its forecast, at most."""
+    kind = "one axis" if {*forecast.received_by_axis} <= {"shard", "replicate"} else "several axes"
+    return float(tomllib.loads(resources.files("trueshard.planner").joinpath("errors.toml").read_text())[kind])
+
+
+def host_verdict(forecast: Forecast) -> str:
+    """Return what offloading takes of a node's main memory, and whether it fits."""
+    node = size(forecast.host_bytes * forecast.ranks_per_node)
+    if forecast.host_budget_bytes is None:
+        return f"{node} a node, whose memory is not known (--host-memory)"
+    of_node = size(forecast.host_budget_bytes * forecast.ranks_per_node)
+    return f"{node} of a node's {of_node} (--host-memory){': does not fit' if forecast.host_lack > 0 else ''}"
 
 
 def duration(seconds: float) -> str:
@@ -294,6 +316,8 @@ def _memory(forecast: Forecast) -> list[str]:
         ("budget", size(forecast.budget_bytes), "", verdict(forecast)),
         ("overhead", size(forecast.overhead_bytes), "", "context and communicators, outside of torch's allocator"),
     ]
+    if forecast.host_bytes:
+        rows.append(("on the host", size(forecast.host_bytes), "", host_verdict(forecast)))
     return ["Memory of a rank", *_indented(rows, right=(1, 2))]
 
 
@@ -374,10 +398,13 @@ def time_parts(study: Study) -> list[tuple[str, float, str]]:
     rest = max(step - forecast.compute_seconds - forecast.exposed_communication_seconds, 0.0)
     simulated = line.host_seconds + line.straggling_seconds
     host = rest * line.host_seconds / simulated if simulated else rest
+    on_host = sum(span.end - span.start for span in line.spans if span.stream == "host")
+    optimizer = host * min(1.0, on_host / line.host_seconds) if on_host else 0.0
     parts = [
         ("computing", forecast.compute_seconds, ""),
         ("waiting", forecast.exposed_communication_seconds, "for communication that nothing hides"),
-        ("host", host, "the device waits for work to be issued"),
+        ("optimizer", optimizer, "the device waits for clipping and the optimizer on the CPU"),
+        ("host", host - optimizer, "the device waits for work to be issued"),
         ("other ranks", rest - host, "the slowest of several nodes"),
     ]
     shown = [part for part in parts if part[1] > step / 10000 or part[0] in ("computing", "waiting")]
@@ -387,15 +414,19 @@ def time_parts(study: Study) -> list[tuple[str, float, str]]:
 def _alternatives(study: Study) -> list[str]:
     if not study.alternatives:
         return []
-    front = [plan for plan in every_plan(study) if plan["on_front"]]
     rows = [
-        (size(plan["peak_reserved_bytes"]), f"{plan['tokens_per_second_per_rank']:,.0f}", _short(plan["words"], 72))
-        for plan in sorted(front, key=lambda plan: plan["peak_reserved_bytes"])
+        (
+            size(plan["peak_reserved_bytes"]),
+            f"{plan['tokens_per_second_per_rank']:,.0f}",
+            "yes" if plan["fits"] else "no",
+            "*" if plan["on_front"] else "",
+            _short(plan["words"], 66),
+        )
+        for plan in sorted(every_plan(study), key=lambda plan: plan["peak_reserved_bytes"])
     ]
     count = f"{len(study.alternatives):,} other plan{'s were' if len(study.alternatives) > 1 else ' was'} worked out"
-    if not rows:
-        return [f"{count}, none fits"]
+    head = ("reserved", f"{study.forecast.counted}/s", "fits", "", "plan")
     return [
-        f"{count}; of those that fit, nothing is both smaller and faster than these:",
-        *(f"  {line}" for line in table(("reserved", f"{study.forecast.counted}/s", "plan"), rows, right=(0, 1))),
+        f"{count}; * nothing that fits is both smaller and faster:",
+        *(f"  {line}" for line in table(head, rows, right=(0, 1))),
     ]

@@ -122,6 +122,9 @@ def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
             part = (unit, str(phase)) if phase in ("forward", "backward") else (_STEP, "forward")
             kernels[part] += seconds > 0.0
             units[part[0]][part[1]] += seconds
+        elif type(event) is Communication and event.stream == "compute":  # nothing hides it
+            if phase in ("forward", "backward"):
+                units[unit][phase] += communication_seconds(event, cluster.hardware, cluster.ranks_per_node)
         elif type(event) is Communication and event.op in ("all_gather", "reduce_scatter"):
             kind = "gathered" if event.op == "all_gather" else "reduced"
             units[event.unit][kind] = max(units[event.unit][kind], event.bytes)
@@ -178,7 +181,7 @@ class Layout:
 
     def __init__(self, cluster: Cluster, accumulation: int, mode: Mode, offload: bool) -> None:
         self.cluster, self.accumulation, self.offload = cluster, accumulation, offload
-        self.group = cluster.mesh[-1]
+        self.group, self.stride = cluster.mesh[-1], cluster.along("tensor")
         self._collectives: dict[tuple[str, int, int, float], float] = {}
         self.bandwidth = cluster.hardware.memory_bandwidth * cluster.hardware.efficiency(mode).memory
 
@@ -217,7 +220,7 @@ class Layout:
         compute = queue = copied = before = reduced = 0.0
         for unit in units:
             cost = unit.cost
-            queue = max(queue, before) + self._seconds("all_gather", self.group, 1, cost.gathered)
+            queue = max(queue, before) + self._seconds("all_gather", self.group, self.stride, cost.gathered)
             before, copied = copied, max(compute, queue) + cost.copies
             compute = copied + cost.forward
         ready, copied = 0.0, compute
@@ -227,14 +230,16 @@ class Layout:
             if unit.again:
                 copied = compute = max(compute, ready) + cost.copies
             if following.again:
-                gather = self._seconds("all_gather", following.again, 1, following.cost.gathered)
+                gather = self._seconds("all_gather", following.again, self.stride, following.cost.gathered)
                 ready = queue = max(queue, copied) + gather
             compute += cost.backward
             if (is_last or unit.reduces_each) and cost.reduced:
                 compute = max(compute, reduced)
-                reduced = queue = max(queue, compute) + self._seconds("reduce_scatter", self.group, 1, cost.reduced)
+                seconds = self._seconds("reduce_scatter", self.group, self.stride, cost.reduced)
+                reduced = queue = max(queue, compute) + seconds
                 if replicas > 1 and is_last:
-                    reduced += self._seconds("all_reduce", replicas, self.group, cost.reduced / self.group)
+                    stride = self.group * self.stride
+                    reduced += self._seconds("all_reduce", replicas, stride, cost.reduced / self.group)
         return max(compute, queue, reduced)
 
     def live_bytes(self, units: Sequence[PlannedUnit], probe: Costs) -> float:

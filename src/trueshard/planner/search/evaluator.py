@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import time
@@ -43,18 +44,38 @@ MARGIN = 2 * LARGE_SEGMENT
 """Bytes by which a plan that is expected not to fit may fit after all."""
 
 
+@contextlib.contextmanager
+def _objects_frozen() -> Iterator[None]:
+    """Exempt objects that exist now from the garbage collection before each simulation."""
+    if gc.get_freeze_count():  # by the user, whose objects must stay frozen
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class Simulations:
-    """Run a workload's simulations in ``workers`` processes, as many as ``Workers`` says, and ``check`` beside them."""
+    """Run a workload's simulations in ``workers`` processes, as many as ``Workers`` says, and ``check`` beside them.
+
+    Searches of one model share them: on other meshes, with other microbatches, of another sequence.
+    """
 
     def __init__(self, workload: Workload, workers: int | None, check: Callable[[], Any] = lambda: None) -> None:
         self.simulator = Simulator(workload, self._run_all)
         functions: dict[str, Callable[..., Any]] = {"run": self._run, "probe": self._probe, "check": check}
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
-    def prepare(self) -> None:
-        """Build the model, so that workers have it."""
-        with contextlib.suppress(Exception):  # ``check`` raises a better message
-            _ = self.simulator.model
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Simulations]:
+        """Inside, there are the processes, and they have the model."""
+        with _objects_frozen():
+            with contextlib.suppress(Exception):  # ``check`` raises a better message
+                _ = self.simulator.model
+            with self.workers:
+                yield self
 
     def probe(self, short: Short, cluster: Cluster, mode: Mode) -> Task:
         """Start to measure what the units of a short model cost."""
@@ -78,12 +99,14 @@ class Simulations:
         return dataclasses.replace(costs, block_seconds=(time.perf_counter() - began) / (len(costs.units) + 1))
 
     def _with_workload(self, short: Short) -> Short:
-        return dataclasses.replace(short, job=dataclasses.replace(short.job, workload=self.simulator.workload))
+        sequence: Any = short.job.workload
+        workload = dataclasses.replace(self.simulator.workload, sequence=sequence)
+        return dataclasses.replace(short, job=dataclasses.replace(short.job, workload=workload))
 
 
 def _sendable(short: Short) -> Short:
-    """Return a short model without the functions of the workload, which cannot be sent and workers have."""
-    workload: Any = None
+    """Return a short model with no more of the workload than its sequence: workers have its functions."""
+    workload: Any = short.job.workload.sequence
     plan = short.plan
     axes = DEFAULTS.replace(tensor=plan.tensor, context=plan.context, experts=plan.experts)
     return dataclasses.replace(short, job=dataclasses.replace(short.job, workload=workload, plan=None, choices=axes))
@@ -110,20 +133,18 @@ class Expected:
 class Evaluator:
     """Predicts candidates, studies some, and keeps the best.
 
-    Simulations run in ``workers``, from when their context is entered. Raises ValueError if ``shard()`` refuses every
-    mesh, or the budget is more than any device has.
+    ``simulations``: of the space's model; None: in this process. Raises ValueError if ``shard()`` refuses every mesh,
+    or the budget is more than any device has.
     """
 
     def __init__(
         self,
         space: Space,
         progress: Callable[[str], object] = lambda line: None,
-        workers: int | None = 0,
-        check: Callable[[], Any] = lambda: None,
+        simulations: Simulations | None = None,
     ) -> None:
         self.space, self._progress = space, progress
-        self.simulations = Simulations(space.workload, workers, check)
-        self.workers = self.simulations.workers
+        self.simulations = simulations or Simulations(space.workload, 0)
         self.forecasts: dict[Candidate, Forecast] = {}
         """Forecasts of all candidates that were studied so far."""
         self.best: Candidate | None = None
@@ -317,7 +338,8 @@ class Evaluator:
         setting = candidate.setting
         if (forecast := self.forecasts.get(candidate)) is not None:
             reserved = forecast.peak_reserved_bytes
-            return Expected(cost(forecast), reserved, reserved - forecast.budget_bytes, True)
+            lack = max(reserved - forecast.budget_bytes, forecast.host_lack)
+            return Expected(cost(forecast), reserved, lack, True)
         seconds, live = self.predicted(candidate)
         studied = [other for other in self.forecasts if other.setting == setting]
         studied = studied or [other for other in self.forecasts if other.setting.offload == setting.offload][-1:]
@@ -332,7 +354,8 @@ class Evaluator:
         else:
             largest = max(unit.bytes for unit in self.units(candidate))
             expected = live + RESERVED_ABOVE * (largest + largest // 2)
-        tokens = setting.microbatch * setting.accumulation * self.space.workload.sequence
+        readers = self.space.cluster(setting.replicate).readers_share  # ranks with the same samples share their tokens
+        tokens = setting.microbatch * setting.accumulation * self.space.workload.sequence / readers
         return Expected(seconds / tokens, expected, expected - self.budget(setting.replicate), False)
 
     def order(self, candidate: Candidate) -> tuple[float, float]:
@@ -351,7 +374,7 @@ class Evaluator:
         blocks = sum(min(length, KEPT) if length >= FEWEST else length for length in lengths) * (1 + runs)
         seconds = next(self.costs(candidate.setting.microbatch, word).block_seconds for _, word, _ in candidate.values)
         passes = 2 * min(candidate.setting.accumulation, MICROBATCHES)
-        return seconds * passes * blocks / max(1, self.workers.count)
+        return seconds * passes * blocks / max(1, self.simulations.workers.count)
 
     def evaluate(self, candidate: Candidate) -> Forecast:
         """Return a candidate's forecast, studied exactly."""

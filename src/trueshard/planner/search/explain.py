@@ -13,6 +13,7 @@ from trueshard.model import policies
 from trueshard.options import Offload, is_free
 from trueshard.planner.hardware import hardware, known
 from trueshard.planner.report.compare import collapse
+from trueshard.planner.report.summary import host_verdict
 from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space
 from trueshard.planner.workload import NothingFits
@@ -120,25 +121,29 @@ def frugal(evaluator: Evaluator, offload: Offload) -> Candidate:
     return evaluator.uniform(setting, "always", "full")
 
 
-def nothing_fits(evaluator: Evaluator) -> NothingFits:
-    """Return the error after a search that found nothing."""
+def nothing_fits(evaluator: Evaluator, *, advise: bool = True) -> NothingFits:
+    """Return the error after a search that found nothing; ``advise``: with the cheapest change that would fit."""
     space, smallest = evaluator.space, evaluator.smallest
     assert smallest is not None
     study = evaluator.studies[smallest]
     forecast = study.forecast
     least, available = forecast.peak_reserved_bytes, space.cluster(evaluator.replicas[0]).available_bytes
-    is_in_device = space.budget is not None and least <= available
+    is_in_device = space.budget is not None and forecast.budget_bytes < least <= available
     families = [*_other_jobs(space), [] if is_in_device else _other_devices(space, evaluator.replicas[0], least)]
-    changes = (_least_that_fits(family, evaluator.workers.count) for family in families)
-    change = next(filter(None, changes), "")
+    changes: Iterator[str] = (_least_that_fits(family, evaluator) for family in families)
+    if forecast.host_lack > 0 and least <= forecast.budget_bytes:
+        changes = iter([f'host_memory="{math.ceil(forecast.host_bytes * forecast.ranks_per_node / (1 << 30))}GiB"'])
+    change = next(filter(None, changes), "") if advise else ""
     advice = f"{change} would fit" if change else "no single change of batch, sequence, ranks or device would do"
     if is_in_device:
         enough = math.ceil(least / (1 << 30) * 100) / 100
         advice += f'; so would memory="{enough:.2f}GiB", which the device has'
+    lack = f"reserves {size(least)}, {size(max(least - forecast.budget_bytes, 0))} too much"
+    if forecast.host_lack > 0:
+        lack = f"takes {host_verdict(forecast)}"
     return NothingFits(
         f"nothing fits {space.workload.name} into {size(forecast.budget_bytes)} on {space.ranks:,} × "
-        f"{space.hardware.name}: the most frugal plan ({described(evaluator, smallest)}) reserves "
-        f"{size(least)}, {size(least - forecast.budget_bytes)} too much; {advice}",
+        f"{space.hardware.name}: the most frugal plan ({described(evaluator, smallest)}) {lack}; {advice}",
         study,
     )
 
@@ -183,19 +188,24 @@ def _other_devices(space: Space, replicate: int, least: int) -> list[Change]:
     return [(f'hardware="{larger.hardware.name}"', larger) for larger in enough]
 
 
-def _least_that_fits(family: Sequence[Change], workers: int) -> str:
+def _least_that_fits(family: Sequence[Change], searched: Evaluator) -> str:
     """Return the words of the first of changes with which the most frugal plan fits; "" if it does with none."""
-    if not family or not _fits(family[-1][1], workers):  # one simulation where none fits
+    if not family or not _fits(family[-1][1], searched):  # one simulation where none fits
         return ""
-    first = bisect_left(range(len(family) - 1), True, key=lambda i: _fits(family[i][1], workers))
+    first = bisect_left(range(len(family) - 1), True, key=lambda i: _fits(family[i][1], searched))
     return family[first][0]
 
 
-def _fits(space: Space, workers: int) -> bool:
+def _fits(space: Space, searched: Evaluator) -> bool:
+    """Return whether the most frugal plan of a space fits, which has a change from the one that was searched."""
+    assert searched.smallest is not None
+    smallest = searched.forecasts[searched.smallest]
+    rests = sum(smallest.peak_by_kind[kind] for kind in ("parameters", "optimizer")) * smallest.ranks / space.ranks
     try:
-        evaluator = Evaluator(space, workers=workers)
-        with evaluator.workers:
-            return evaluator.evaluate(frugal(evaluator, space.offloads[-1])).fits
+        evaluator = Evaluator(space, simulations=searched.simulations)
+        if searched.smallest.setting.offload == space.offloads[-1] and rests > evaluator.budget(evaluator.replicas[0]):
+            return False  # its shards and the optimizer's state alone
+        return evaluator.evaluate(frugal(evaluator, space.offloads[-1])).fits
     except ValueError:  # shard() refuses such a mesh, or the factory such a batch
         return False
 

@@ -16,24 +16,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from trueshard.options import Offload
 from trueshard.planner.process import Workers
 from trueshard.planner.search import explain
-from trueshard.planner.search.evaluator import MARGIN, Evaluator
+from trueshard.planner.search.evaluator import MARGIN, Evaluator, Simulations
 from trueshard.planner.search.space import Candidate, Setting, Space
-from trueshard.planner.workload import Alternative, Study
+from trueshard.planner.workload import Alternative, NotFaster, Study
+from trueshard.text import size
 
 ENOUGH = 5e-3
 """Relative gain in speed for which another plan is worth a study, and a mixture of two is worth it."""
 
 UNCERTAIN = 0.02
 """Part of its memory by which a plan that is expected not to fit is still studied where no other fits."""
+
+DOUBT = 0.05
+"""Relative error of predicted speeds: a space whose plans are expected to be slower by more than that is left out."""
 
 SECONDS = 5.5
 """Seconds after which no further study begins once a plan fits: with the start of Python, ten for the command."""
@@ -43,8 +46,9 @@ def choose(
     space: Space,
     progress: Callable[[str], object] = lambda line: None,
     *,
-    workers: int | None = 0,
-    check: Callable[[], list[str]] = list,
+    simulations: Simulations | None = None,
+    faster_than: float | None = None,
+    before_offload: Callable[[str], Study | None] = lambda lack: None,
 ) -> Study:
     """Return the fastest plan of a space that fits; of equally fast ones that with the least memory.
 
@@ -52,21 +56,19 @@ def choose(
 
     Args:
         progress: gets a line whenever a plan was studied.
-        workers: processes that do the work; 0: this one does, None: one for each of at most two cores.
-        check: runs beside the search; returns assumptions, and its error comes before one of the search.
+        simulations: of the model, which run already; None: this process alone does the work.
+        faster_than: tokens a second of a rank that other searches have reached; None: this one is alone.
+        before_offload: (memory that is lacking) → study of something else that fits, if any; asked before offload.
 
     Raises:
-        NothingFits: by how much, and the cheapest change that would.
+        NotFaster: no plan is expected to be faster than that; nothing was studied.
+        NothingFits: by how much, and, if the search is alone, the cheapest change that would.
         ValueError: the space contradicts itself, or what ``shard()`` refuses.
     """
-    with objects_frozen():
-        try:
-            evaluator = Evaluator(space, progress, workers, check)
-        except Exception:
-            check()
-            raise
-        with evaluator.workers:
-            return checked(evaluator.workers, lambda: _best_study(evaluator, time.perf_counter() + SECONDS))
+    own = Simulations(space.workload, 0).running() if simulations is None else contextlib.nullcontext(simulations)
+    with own as running:
+        evaluator, until = Evaluator(space, progress, running), time.perf_counter() + SECONDS
+        return _best_study(evaluator, until, faster_than, before_offload)
 
 
 def checked(workers: Workers, make: Callable[[], Study]) -> Study:
@@ -83,34 +85,30 @@ def checked(workers: Workers, make: Callable[[], Study]) -> Study:
     return dataclasses.replace(study, assumptions=(*study.assumptions, *checking()))
 
 
-@contextlib.contextmanager
-def objects_frozen() -> Iterator[None]:
-    """Exempt objects that exist now from the garbage collection before each simulation."""
-    if gc.get_freeze_count():  # by the user, whose objects must stay frozen
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _best_study(evaluator: Evaluator, until: float) -> Study:
+def _best_study(
+    evaluator: Evaluator, until: float, faster_than: float | None, before_offload: Callable[[str], Study | None]
+) -> Study:
     """Search until there is a best candidate, and return its study."""
     explain.check_largest_unit(evaluator)
     remarks: tuple[str, ...] = ()
     try:
         evaluator.start_probes()
+        if faster_than:
+            check_speed(evaluator, faster_than)
         for offload in evaluator.space.offloads:
-            if evaluator.best is None:
-                _search_with(evaluator, offload, until)
+            if evaluator.best is not None:
+                break
+            if offload == "cpu" and evaluator.smallest is not None:
+                lack = size(evaluator.forecasts[evaluator.smallest].lacking_bytes)
+                if (other := before_offload(lack)) is not None:
+                    return other
+            _search_with(evaluator, offload, until)
     except KeyboardInterrupt:
         if evaluator.best is None:
             raise
         remarks = (f"Interrupted: the best of the {len(evaluator.forecasts)} plans that were compared until then.",)
     if (best := evaluator.best) is None:
-        raise explain.nothing_fits(evaluator)
+        raise explain.nothing_fits(evaluator, advise=faster_than is None)
     alternatives = [
         Alternative(explain.described(evaluator, candidate), forecast)
         for candidate, forecast in evaluator.forecasts.items()
@@ -121,6 +119,13 @@ def _best_study(evaluator: Evaluator, until: float) -> Study:
     return dataclasses.replace(
         study, reasons=reasons, assumptions=(*study.assumptions, *remarks), alternatives=alternatives
     )
+
+
+def check_speed(evaluator: Evaluator, faster_than: float) -> None:
+    """Raise NotFaster if the plans that are expected to fit are expected to be slower."""
+    costs = [evaluator.expected(candidate).cost for candidate in proposals(evaluator, evaluator.space.offloads[0])]
+    if costs and (expected := 1 / min(costs)) * (1 + DOUBT) < faster_than:
+        raise NotFaster(expected)
 
 
 def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
@@ -139,7 +144,25 @@ def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
                 expected = evaluator.expected(candidate)
                 if expected.is_exact or expected.excess > MARGIN + expected.reserved * UNCERTAIN:
                     return
-        evaluator.evaluate(candidate)
+        if evaluator.evaluate(candidate).host_lack > 0:
+            return  # so does every other: what lies on the host is the same
+
+
+def study_fastest(evaluator: Evaluator, candidates: list[Candidate]) -> None:
+    """Study those of few candidates that are expected to be the fastest, until none that fits is better."""
+    while left := [candidate for candidate in candidates if candidate not in evaluator.forecasts]:
+        fitting = [candidate for candidate in left if evaluator.expected(candidate).may_fit]
+        candidate = min(fitting, key=evaluator.order, default=None)
+        if candidate is not None and evaluator.expected(candidate).cost >= evaluator.best_cost():
+            return
+        if candidate is None:
+            candidate = min(left, key=lambda candidate: evaluator.expected(candidate).reserved)
+            expected = evaluator.expected(candidate)
+            is_too_large = expected.excess > MARGIN + expected.reserved * UNCERTAIN
+            if evaluator.best is not None or (is_too_large and len(left) < len(candidates)):
+                return
+        if evaluator.evaluate(candidate).host_lack > 0:
+            return
 
 
 def proposals(evaluator: Evaluator, offload: Offload, seconds: float = math.inf) -> list[Candidate]:

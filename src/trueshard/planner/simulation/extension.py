@@ -15,9 +15,10 @@ block that was not simulated.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import functools
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ COPIED = 2
 
 _COPY = 1 << 40
 """Added to a storage's number for each copy of its block."""
+
+_VALUES = {
+    cls: operator.attrgetter(*(field.name for field in dataclasses.fields(cls)))
+    for cls in (Allocation, Free, Kernel, Communication, HostCopy)
+}
+"""Fields of an event: to make another from them is several times as fast as ``copy.copy``."""
 
 Label = tuple[int, int] | None
 """(run, block), or None outside of all blocks."""
@@ -134,6 +141,8 @@ def extend(base: Trace, fewer: Sequence[Trace], runs: Sequence[Run], recorded: S
         for amount, difference in _growth(labelled_base, labelled(less, recorded), r).items():
             growth[amount] += difference * (run.count - KEPT)
     made = _Extension(labelled_base, runs, recorded, growth).trace()
+    blocks = ((run.count - KEPT) * (base.host_bytes - less.host_bytes) for less, run in zip(fewer, runs, strict=True))
+    made.host_bytes = base.host_bytes + sum(blocks)
     try:
         ledger.lifetimes(made)
     except ValueError as error:
@@ -263,7 +272,7 @@ class _Extension:
 
     def _add(self, index: int, old: Label, new: Label) -> None:
         item: Any = self.base.items[index]
-        made = copy.copy(item)
+        made: Any = type(item)(*_VALUES[type(item)](item))
         made.place = self.place(item.place.phase, item.place.unit, old, new)
         if isinstance(item, Free):
             made_at = self._indices([self.base.made[item.storage]], old, new)[0]

@@ -40,6 +40,8 @@ class _Offloading:
         self.old = trace
         self.sharded = sharded
         self.host: dict[int, Allocation] = {}
+        self.host_bytes = self.host_peak = 0
+        """Bytes of ``host`` now, and at most so far."""
         self.events: list[Event] = []
         self.at: dict[int, int] = {}
         """New position of each old one."""
@@ -66,11 +68,18 @@ class _Offloading:
             elif isinstance(event, Free):
                 if self.host.pop(event.storage, None) is None:
                     self.events.append(event)
+                else:
+                    self.host_bytes -= event.bytes
             else:
                 self._operate(i, event)
             if i in gradients:
                 self._to_host(*gradients[i])
-        return Trace(self.events, resident)
+        return Trace(self.events, resident, self.host_peak)
+
+    def _add_to_host(self, made: Allocation) -> None:
+        self.host[made.storage] = made
+        self.host_bytes += made.bytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
 
     def _register_on_host(self, made: Allocation) -> bool:
         """Return True and remember the storage if it lies in host memory."""
@@ -83,7 +92,7 @@ class _Offloading:
         else:
             is_there = made.place.phase in _ON_HOST
         if is_there:
-            self.host[made.storage] = made
+            self._add_to_host(made)
         return is_there
 
     def _is_shard(self, storage: int) -> bool:
@@ -150,7 +159,7 @@ class _Offloading:
         self.kept.append(gradient)
         if not is_kept:
             self._free(self.kept)
-        self.host[gradient.storage] = gradient
+        self._add_to_host(gradient)
 
 
 def _reduced_gradients(trace: Trace) -> dict[int, tuple[Allocation, list[int], Stream, bool]]:
