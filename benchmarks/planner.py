@@ -38,7 +38,7 @@ _QLORA = """
 dir = "qlora"
 
 [model]
-config = "llama-3-70b"
+config = "70b.json"
 quantize = "nf4"
 
 [tokenizer]
@@ -66,6 +66,14 @@ _TINY = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
     "num_key_value_heads": 8,
+}
+_70B = {
+    **_TINY,
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
 }
 _4096 = ("--sequence", "4096")
 CASES: dict[str, tuple[str, ...]] = {
@@ -126,7 +134,8 @@ def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "titan.toml").write_text(_TITAN, encoding="utf-8")
         (Path(folder) / "qlora.toml").write_text(_QLORA, encoding="utf-8")
-        (Path(folder) / "tiny.json").write_text(json.dumps(_TINY), encoding="utf-8")
+        for name, settings in (("tiny", _TINY), ("70b", _70B)):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(settings), encoding="utf-8")
         command = [sys.executable, "-m", "trueshard", "plan", *arguments, "--json"]
         command = [f"{word}.json" if word == "tiny" else word for word in command]
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
