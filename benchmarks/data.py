@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import kernel
 from benchmarks.table import Over, Table, Tell
 
 OURS, MAP, ALONE = WAYS = ("trueshard", "datasets.map", "tokenizers alone")
@@ -165,8 +166,10 @@ def _main(way: str, *paths: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         tokens = RUNS[way](*map(Path, paths))
     seconds, processor = time.perf_counter() - began[0], _processor() - began[1]
-    peaks = [resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({"seconds": seconds, "processor": processor, "memory": max(peaks), "tokens": tokens}))
+    peak = kernel.peak()  # the resource usage of a process begins with the size of the one that started it
+    if processes := resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
+        peak = max(peak, processes * 1024)
+    print(json.dumps({"seconds": seconds, "processor": processor, "memory": peak, "tokens": tokens}))
 
 
 def _processor() -> float:
