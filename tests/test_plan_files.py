@@ -312,7 +312,8 @@ def by_torchtitan(rank: int, world_size: int, path: Path) -> list[str]:
     with mock.patch.object(dims, "device_type", "cpu"):
         model = spec.model_cls(arguments)
         model = spec.parallelize_fn(model, dims.ParallelDims(**degrees, cp=1, tp=1, pp=1, ep=1, etp=1), config)
-        model.init_weights()
+        with torch.no_grad():
+            model.init_weights()
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
     for unit in units.values():
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
