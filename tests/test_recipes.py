@@ -210,7 +210,8 @@ def trained_in_float64(rank: int, world_size: int, folder: str, overrides: tuple
 
 @pytest.mark.rest
 def test_a_run_goes_on_on_other_axes_with_the_same_samples(alone: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
-    short = ("data.path=tests/models", "tokenizer.vocab_size=512", "train.sequence_length=93", "train.steps=6")
+    short = ("data.path=tests/models", "data.format=text", "tokenizer.vocab_size=512", "train.sequence_length=93")
+    short += ("train.steps=6",)
     short += ("train.checkpoint_every=3", "schedule.warmup_steps=2", "sample.tokens=4")
     short += ("evaluation.every=3", "evaluation.samples=5")
     runs = {name: str(tmp_path / name) for name in ("alone", "shared")}
