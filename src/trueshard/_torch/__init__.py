@@ -15,6 +15,7 @@ from trueshard._torch.fsdp import *
 from trueshard._torch.modules import *
 from trueshard._torch.operators import *
 from trueshard._torch.patches import *
+from trueshard._torch.reductions import *
 from trueshard._torch.resharding import *
 from trueshard._torch.ring import *
 from trueshard._torch.rows import *

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
 from trueshard._torch.capabilities import IS_2_11, missing_for_speed
@@ -296,107 +295,6 @@ def interrupted(root: ShardedModule) -> bool:
     return any(state._training_state != TrainingState.IDLE for state in context.all_states)
 
 
-class Reductions(Protocol):
-    """Answers to ``follow_accumulation``, which asks of each unit when that is about to reduce its gradients."""
-
-    def fills(self, unit: ShardedModule) -> bool:
-        """Return True if the unit reduces zeros for parameters that this rank has no gradient of."""
-
-    def reduces(self, unit: ShardedModule, used: list[nn.Parameter]) -> None:
-        """Take note of the sharded parameters that this rank has a gradient of, of a unit that fills."""
-
-    def keeps(self, unit: ShardedModule) -> bool:
-        """Return True if what is reduced now is kept elsewhere, and is not to appear in ``.grad``."""
-
-
-def follow_accumulation(units: Iterable[ShardedModule], reductions: Reductions) -> None:
-    """Let a unit accumulate and reduce whichever of its parameters the microbatches used, in any dtype.
-
-    A backward that does not reduce leaves gradients in the reduce dtype. There, torch also asks a unit that was never
-    gathered. And it refuses what the last microbatch uses first: that gradient has the compute dtype.
-
-    Gradients that are parts of a sum over another axis (``Partial``) torch would add up in the compute dtype. In the
-    reduce dtype, as those of microbatches, they are added up in it.
-    """
-    for unit in units:
-        for group in _groups(unit):
-            group.post_backward = functools.partial(_post_backward, group, unit, reductions, group.post_backward)
-
-
-def _post_backward(
-    group: Any, unit: ShardedModule, reductions: Reductions, post_backward: Callable[..., None], *unused: Any
-) -> None:
-    parameters = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-    if not parameters or not group.reduce_grads:
-        if parameters:
-            post_backward(*unused)
-        return
-    waiting = [p for p in parameters if getattr(p, "unsharded_accumulated_grad", None) is None]
-    if reductions.fills(unit):
-        without = {p for p in waiting if p._unsharded_param.grad is None}
-        reductions.reduces(unit, [p.sharded_param for p in parameters if p not in without])
-        for gathered in (p._unsharded_param for p in parameters if p in without):
-            if gathered.requires_grad:
-                gathered.grad = torch.zeros_like(gathered)
-    if len(waiting) < len(parameters) or any(map(_is_part_of_sum, waiting)):
-        for parameter in waiting:
-            parameter.to_accumulated_grad_if_needed()
-    if not reductions.keeps(unit):
-        post_backward(*unused)
-        return
-    earlier = [(parameter.sharded_param, parameter.sharded_param.grad) for parameter in parameters]
-    for sharded, _ in earlier:
-        sharded.grad = None
-    post_backward(*unused)
-    for sharded, grad in earlier:
-        sharded.grad = grad
-
-
-def reduce_at_end(module: ShardedModule) -> None:
-    """Let a unit reduce and free its parameters at the end of backward, not when its own forward has been undone.
-
-    FSDP2 frees and reduces behind each backward of the unit's forward. What else reads a parameter (an operation before
-    that forward) comes later: it would read freed memory, and its gradient would stay unreduced.
-    """
-    for group in _groups(module):
-        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
-
-
-def _is_part_of_sum(parameter: Any) -> bool:
-    grad = parameter._unsharded_param.grad
-    return isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements)
-
-
-def adds_copies_once(unit: ShardedModule) -> bool:
-    """True if several copies of a unit add up their gradients (HSDP), and ``set_requires_all_reduce`` can defer it.
-
-    Until then FSDP2 keeps the sum of each copy, in the reduce dtype, beside the parameters.
-    """
-    return any(isinstance(group.mesh_info, HSDPMeshInfo) for group in _groups(unit))
-
-
-def sum_of_copy(unit: ShardedModule) -> torch.Tensor | None:
-    """Return the flat sum of a copy's gradients that waits for ``set_requires_all_reduce(True)``, if any."""
-    sums = (group._partial_reduce_output for group in _groups(unit))
-    return next((kept for kept in sums if kept is not None), None)
-
-
-def drop_sum_of_copy(unit: ShardedModule) -> None:
-    """Drop what ``sum_of_copy`` returns."""
-    for group in _groups(unit):
-        group._partial_reduce_output = None
-
-
-def places_in_sum(unit: ShardedModule) -> list[tuple[nn.Parameter, int]]:
-    """Return (sharded parameter, elements) of what FSDP2 reduces together, in its order, padding included."""
-    return [
-        (parameter.sharded_param, parameter.padded_sharded_param_size.numel())
-        for group in _groups(unit)
-        for parameter in group.fsdp_params
-        if parameter.sharded_param.requires_grad
-    ]
-
-
 def reset_iteration(root: ShardedModule) -> None:
     """``FSDPModule.reset_iter_state`` (2.13 on), the same for the releases before it."""
     if hasattr(root, "reset_iter_state"):
@@ -422,28 +320,6 @@ def reset_iteration(root: ShardedModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def drop_unreduced(root: nn.Module, of: Collection[int] | None = None) -> None:
-    """Drop gradients that lie on gathered parameters; ``of``: those of sharded parameters with these ids.
-
-    A backward that was cut short leaves them there, and the next one would add to them.
-    """
-    for parameter in _parameters_below(root):
-        if of is None or id(parameter.sharded_param) in of:
-            if "unsharded_accumulated_grad" in parameter.__dict__:  # from 2.15 on they are in ``.grad`` alone
-                parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-
-
-def has_unreduced(root: nn.Module) -> bool:
-    """True if a gradient lies on a gathered parameter."""
-    return any(
-        getattr(parameter, "unsharded_accumulated_grad", None) is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-        for parameter in _parameters_below(root)
-    )
-
-
 def join_shards(root: nn.Module, small: int) -> None:
     """Put shards of parameters behind one another in memory: a unit's in the order of its gradients, trainable first;
     those of at most ``small`` bytes by themselves, over all units.
@@ -467,7 +343,7 @@ def join_shards(root: nn.Module, small: int) -> None:
         sizes = [parameter._sharded_param_data.numel() for parameter in parameters]
         memory = torch.cat([parameter._sharded_param_data for parameter in parameters])
         for parameter, part in zip(parameters, memory.split(sizes), strict=True):
-            data = parameter._sharded_param_data = own_storage(part)
+            data = parameter._sharded_param_data = own_storage(part.data)  # a counter of its own, also where it is fake
             local = parameter.sharded_param._local_tensor
             parameter.sharded_param._local_tensor = data.as_strided(local.shape, local.stride())
 
