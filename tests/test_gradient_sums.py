@@ -31,6 +31,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "shards": {"accumulate_gradients": "sharded"},
     "shards of some units": {"accumulate_gradients": {"*": "whole", "blocks.1": "sharded", "": "sharded"}},
     "kept in the reduce dtype": {"accumulate_gradients": "sharded", "exact": True},
+    "kept in float64": {
+        "accumulate_gradients": "sharded",
+        "mixed_precision": MixedPrecisionPolicy(reduce_dtype=torch.float64),
+    },
     "on the CPU": {"accumulate_gradients": "sharded", "offload": "cpu"},
     "kept on the CPU": {"accumulate_gradients": "sharded", "offload": "cpu", "exact": True},
     "recomputed, gathered twice": {
@@ -56,7 +60,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: i
 
 @pytest.mark.parametrize(
     ("count", "way"),
-    all_but([(3, "shards"), (2, "kept on the CPU")], itertools.product((2, 3), WAYS), unpack=True),
+    all_but([(3, "shards"), (3, "kept in float64")], itertools.product((2, 3), WAYS), unpack=True),
 )
 @as_on_one_device("count")
 def test_training_is_that_of_one_process(rank: int, world_size: int, way: str) -> Any:
@@ -135,6 +139,21 @@ def test_a_parameter_that_one_rank_uses_in_one_microbatch(rank: int, world_size:
     assert model.third.weight.grad is None
     assert model.second.bias.grad is not None
     assert model.second.bias.grad.full_tensor().tolist() == [1.0] * 4  # 2 samples, on one of 2 ranks
+
+
+@on_ranks(2)
+def test_what_trains_may_not_change_while_sums_of_a_unit_wait(rank: int, world_size: int) -> None:
+    """They are one flat tensor of all that is trained; two parameters of one size would be taken for each other."""
+    model, _ = prepared(world_size, Stack, accumulate_gradients="sharded", exact=True)
+    with trueshard.accumulate(model, last=False):
+        model(batch(0, rank, world_size)).mean().backward()
+    model.blocks[0].up.weight.requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=naming("requires_grad", "between steps")):
+            model(batch(1, rank, world_size))
+    model.zero_grad()
+    model(batch(1, rank, world_size)).mean().backward()
+    assert model.blocks[0].up.weight.grad is None
 
 
 class Twice(nn.Module):

@@ -100,7 +100,7 @@ class Accumulation:
             if unit in self._kept:
                 self._kept[unit].add_(reduced.to(resting))
             else:
-                self._kept[unit] = reduced.to(resting)  # FSDP2 rounds to another tensor: not to this one
+                self._kept[unit] = reduced.to(resting, copy=True)  # FSDP2 goes on to divide this one in place
             return True
         if (kept := self._kept.pop(unit, None)) is not None:
             reduced.add_(kept.to(reduced.device))

@@ -253,8 +253,8 @@ class Runtime(ShardedModel):
             self._made_buffers = True
             self.memory.make_buffers()
         if (now := self._trainability()) != self._trainable:
-            self._trainable = now
             self._refresh_trainable()
+            self._trainable = now
         self.hooks.adopt(self.units)
         self.memory.begin()
 
@@ -298,6 +298,12 @@ class Runtime(ShardedModel):
 
     def _refresh_trainable(self) -> None:
         """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once."""
+        if self.sums.has_waiting():
+            raise RuntimeError(
+                "requires_grad or a dtype has changed while sums of earlier microbatches wait, which hold all that was "
+                "trained until then: change it between steps, drop them with zero_grad(), or use accumulate(…, "
+                'gradients="whole")'
+            )
         self.memory.free()
         for unit, parameters in zip(self.plan.units, self.units.values(), strict=True):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
