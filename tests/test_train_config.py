@@ -17,7 +17,7 @@ from trueshard.errors import UserError
 from trueshard.train.config import TEXT_FILES, Config
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
-from trueshard.train.run.resuming import located, write_settings
+from trueshard.train.run.resuming import located, with_settings, write_settings
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
@@ -58,6 +58,9 @@ def test_sums_of_gradients_are_a_key_of_training() -> None:
     words = "train.accumulate=2", "train.accumulate_gradients=sharded"
     config: Any = example("pretrain.toml", *words)
     assert config.shard.options().accumulate_gradients == "sharded"
+    config = example("pretrain.toml", *words, "shard.mixed_precision=bf16")
+    again = with_settings(config, {"train.steps": 5, "train.accumulate_gradients": "whole"})
+    assert again.shard.options().accumulate_gradients == "whole"
     with pytest.raises(UserError, match=naming("accumulate_gradients", "[train]", "[shard]")):
         example("pretrain.toml", *words, "shard.accumulate_gradients=whole")
 

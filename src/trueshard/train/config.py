@@ -387,7 +387,9 @@ class Config(Section):
         if (sums := self.train.accumulate_gradients) is not None:
             if "accumulate_gradients" in self.shard.model_fields_set:
                 raise ValueError("accumulate_gradients is in [train] and in [shard]; remove one of them")
-            object.__setattr__(self, "shard", self.shard.model_copy(update={"accumulate_gradients": sums}))
+            shard = self.shard.model_copy(update={"accumulate_gradients": sums})
+            shard.model_fields_set.discard("accumulate_gradients")  # it is [train]'s when settings are read again
+            object.__setattr__(self, "shard", shard)
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
         answers = ("chat", "completion", "instruction")

@@ -206,7 +206,8 @@ def _reshard(config: Config, ranks: int) -> list[dict[str, Any]]:
 def _sharded_sums(config: Config, ranks: int) -> list[dict[str, Any]]:
     several = ranks > 1 and config.train.accumulation(config.shard.readers(ranks)) > 1
     is_open = several and config.shard.options().accumulate_gradients != SHARDED
-    return [{"train.accumulate_gradients": SHARDED}] if is_open else []
+    section = "shard" if "accumulate_gradients" in config.shard.model_fields_set else "train"
+    return [{f"{section}.accumulate_gradients": SHARDED}] if is_open else []
 
 
 def _recomputations(config: Config) -> list[dict[str, Any]]:
