@@ -233,5 +233,5 @@ def test_replicas_reduce_the_gradients_of_several_microbatches_once(how: str, ra
     for received, elements in ranks4.run(microbatched, 4, how, 2):
         assert received["reduce_scatter"] == (4 if how == "sharded" else 1) * 4 * elements / 2
         # And once a byte for each parameter, whether any rank used it, and 16 for the order of reductions.
-        told = len(list(llama().parameters())) + 16 if how == "sharded" else 0
-        assert received["all_reduce"] == 2 * 1 / 2 * 4 * elements / 2 + 2 * told
+        flags = len(list(llama().parameters())) + 16 if how == "sharded" else 0
+        assert received["all_reduce"] == 2 * 1 / 2 * 4 * elements / 2 + 2 * flags

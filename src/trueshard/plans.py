@@ -307,13 +307,13 @@ class Plan(AppliedOptions):
     @property
     def cuts(self) -> tuple[str, ...]:
         """Sentences about parameters that are not cut by rows, and about padding."""
-        sentences, whole = [], sum(unit.bytes for unit in self.units)
+        sentences, total = [], sum(unit.bytes for unit in self.units)
         for dim in sorted(set(self.cut_dimensions.values())):
             first, *others = (name for name, other in self.cut_dimensions.items() if other == dim)
             more = f" and {len(others)} more" if others else ""
             sentences.append(f"Cut along dimension {dim}, since rows would be padded: {first}{more}.")
-        if self.padding * 100 >= max(1, whole):
-            sentences.append(f"Padding: {size(self.padding)} on {self.ranks[-1]} ranks, beside {size(whole)}.")
+        if self.padding * 100 >= max(1, total):
+            sentences.append(f"Padding: {size(self.padding)} on {self.ranks[-1]} ranks, beside {size(total)}.")
         return tuple(sentences)
 
     def unit(self, name: str) -> Unit:

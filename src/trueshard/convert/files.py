@@ -56,17 +56,17 @@ def planned(
 
 def _values(kind: Framework, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the text of a new configuration, and the command that starts it, are filled with."""
-    given = {"ranks": 8, "ranks_per_node": 8, "sequence": 2048, "microbatch": 1, **options, "file": kind.new["name"]}
-    nodes, node = -(-given["ranks"] // given["ranks_per_node"]), min(given["ranks"], given["ranks_per_node"])
+    values = {"ranks": 8, "ranks_per_node": 8, "sequence": 2048, "microbatch": 1, **options, "file": kind.new["name"]}
+    nodes, node = -(-values["ranks"] // values["ranks_per_node"]), min(values["ranks"], values["ranks_per_node"])
     theirs = {name: names for name, *names in map(str.split, kind.new.get("models", ()))}
     match = architecture(model)
     family, flavor = theirs.get(match.name if match else "", (None, None))
     if theirs and not family:
         raise UserError(
             f"{model}: {kind.title} trains models of its own; give one of {', '.join(theirs)}, or your "
-            f"{given['file']} and this model after it"
+            f"{values['file']} and this model after it"
         )
-    return {**given, "nodes": nodes, "per_node": node, "family": family, "flavor": flavor}
+    return {**values, "nodes": nodes, "per_node": node, "family": family, "flavor": flavor}
 
 
 def _changed(path: Path, changes: Sequence[Change]) -> str:

@@ -79,7 +79,7 @@ def module(plan: Plan) -> str:
     forecast = plan.forecast
     assert forecast is not None
     if plan.replicated:
-        names = ", ".join(whole.name for whole in plan.replicated)
+        names = ", ".join(parameter.name for parameter in plan.replicated)
         raise UserError(f"--for fsdp2: fully_shard refuses {names} ({plan.replicated[0].why}); train with shard()")
     units = [
         (list(unit.modules), unit.reshard_after_forward, unit.activation_checkpointing, unit.unshard_in_backward)

@@ -341,9 +341,9 @@ def changes_of(kind: Framework, draft: Draft, theirs: Study, best: Study) -> Ite
     numbers = {"total": theirs.forecast.microbatch * theirs.forecast.accumulation * (draft.readers or 1)}
     numbers["shards"] = best.plan.ranks[-1] // best.plan.context
     before, after = _chosen(theirs), _chosen(best)
-    given = request_of(draft, "", {})
-    before |= {"microbatch": given.microbatch, "train.accumulate": given.accumulation}
-    before["train.sequence_length"] = given.sequence or best.forecast.sequence
+    request = request_of(draft, "", {})
+    before |= {"microbatch": request.microbatch, "train.accumulate": request.accumulation}
+    before["train.sequence_length"] = request.sequence or best.forecast.sequence
     is_sharded_now = before["shard.replicate"] == theirs.forecast.ranks > after["shard.replicate"]
     for ours, value in after.items():
         if before[ours] != value or (is_sharded_now and ours == "shard.reshard_after_forward"):

@@ -115,10 +115,10 @@ def accumulation_values(plan: Plan, words: Any, shard_ranks: int, memory: int | 
     ``"auto"`` is whole if whole gradients, and the model's state of four times the parameters (themselves, gradients,
     two moments), take at most half of ``memory``, the bytes of a rank; None: if there is no end of it.
     """
-    known = (*GRADIENT_SUMS, "auto")
+    allowed = (*GRADIENT_SUMS, "auto")
     for word in words.values() if isinstance(words, Mapping) else [words]:
-        if word not in known:
-            raise ValueError(_unknown("accumulate_gradients", word, (*known, "{glob: word}")))
+        if word not in allowed:
+            raise ValueError(_unknown("accumulate_gradients", word, (*allowed, "{glob: word}")))
         if word == SHARDED and plan.pipeline:
             raise ValueError(
                 'accumulate_gradients="sharded" does not go with a pipeline, whose schedule reduces after the last '

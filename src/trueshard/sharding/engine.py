@@ -66,7 +66,7 @@ def shard(
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
             inside = resolved.tensor > 1 or bool(resolved.cut_dimensions)
-            verdicts = [classify(each, exact=bool(resolved.exact), inside=inside) for each in optimizers]
+            verdicts = [classify(optimizer, exact=bool(resolved.exact), inside=inside) for optimizer in optimizers]
         facts = [(f"the plan's {key}", value) for key, value in vars(resolved).items() if key not in ("units", "tried")]
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []

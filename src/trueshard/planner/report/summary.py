@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -137,7 +138,12 @@ def verdict(forecast: Forecast) -> str:
 def worst_error(forecast: Forecast) -> float:
     """Return the part by which a published run of the same kind took more memory than its forecast, at most."""
     kind = "one axis" if {*forecast.received_by_axis} <= {"shard", "replicate"} else "several axes"
-    return float(tomllib.loads(resources.files("trueshard.planner").joinpath("errors.toml").read_text())[kind])
+    return _errors()[kind]
+
+
+@functools.cache
+def _errors() -> dict[str, float]:
+    return tomllib.loads(resources.files("trueshard.planner").joinpath("errors.toml").read_text(encoding="utf-8"))
 
 
 def host_verdict(forecast: Forecast) -> str:

@@ -257,12 +257,12 @@ class Layout:
             held += self._held(unit)
         gradients = 0.0
         reverse = itertools.pairwise([*reversed(units), PlannedUnit(UnitCost(), 0)])
-        for (unit, following), whole in zip(reverse, reversed(sums), strict=True):
+        for (unit, following), waiting in zip(reverse, reversed(sums), strict=True):
             cost = unit.cost
             # A probe gathers each unit and prefetches the next; what stays gathered is counted as held.
             besides = cost.backward_peak - sum(0.0 if near.again else near.cost.gathered for near in (unit, following))
             most = max(most, live + held + gradients + max(0.0, besides))
-            live -= cost.kept + whole
+            live -= cost.kept + waiting
             held -= self._held(unit)
             gradients += 0.0 if self.offload else cost.gradient * factor
         return max(most, resting + gradients + probe.step.forward_peak * larger * factor)
