@@ -234,6 +234,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.rest
 def test_torch_alone_trains_as_one_process(
     plan: Callable[..., str], tiny: Path, tmp_path: Path, alone: Ranks, ranks2: Ranks, ranks3: Ranks
 ) -> None:
@@ -259,6 +260,7 @@ def test_torch_alone_trains_as_one_process(
             assert_same(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.rest
 def test_accelerate_trains_as_one_process(
     plan: Callable[..., str], tiny: Path, tmp_path: Path, alone: Ranks, fresh2: Ranks
 ) -> None:

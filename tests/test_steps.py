@@ -92,6 +92,7 @@ def every_path_in_parts(rank: int, world_size: int, large: int) -> dict[str, Any
         return every_path(rank, world_size, True)
 
 
+@pytest.mark.rest
 def test_large_parameters_that_step_by_themselves_have_the_same_bits(ranks3: Ranks) -> None:
     together, apart = (ranks3.run(every_path_in_parts, large) for large in (1 << 40, 1))
     assert_same(apart, together, rtol=0, atol=0)
