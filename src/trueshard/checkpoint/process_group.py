@@ -115,7 +115,16 @@ def row_placements(tensor: DTensor) -> tuple[Any, ...]:
     """Return the placements by which a tensor is written and read: by which each rank has one run of whole rows."""
     if has_one_run(tensor):
         return tuple(tensor.placements)
-    return tuple(placement if placement.is_replicate() else Shard(0) for placement in tensor.placements)
+    result: list[Any] = []
+    inner = 1  # parts into which the dimensions of the mesh that follow cut rows
+    for placement, size in zip(reversed(tensor.placements), reversed(tensor.device_mesh.shape), strict=True):
+        if not (placement.is_replicate() or placement == Shard(0)):
+            # Rows are cut within those that the later dimensions leave, so that ranks along this one alone exchange
+            # them; DTensor's word for that is the one for packed halves.
+            placement = Shard(0) if inner == 1 else _torch.packed(0, inner)
+        inner *= 1 if placement.is_replicate() else size
+        result.append(placement)
+    return tuple(reversed(result))
 
 
 def by_rows(tensor: DTensor) -> torch.Tensor:
