@@ -53,6 +53,7 @@ from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.runs import BINDING, StepRuns
 from trueshard.optim.seeded_random import DRAWS, drawn_from
 from trueshard.optim.ties import check_added_up
+from trueshard.optim.trial import ON_STAND_INS
 
 
 def watch_steps() -> Callable[[], None]:
@@ -74,6 +75,8 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if hasattr(optimizer, ON_STAND_INS):
+        return
     signature = [list(map(id, group["params"])) for group in optimizer.param_groups]
     for model in registry.models():
         if model.has_pending or model.ties:

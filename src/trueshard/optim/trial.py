@@ -56,6 +56,8 @@ RECURRENCE = 25
 """Steps until gradients come again; the last of them is large, since some rules wait for a large one."""
 
 
+ON_STAND_INS = "_trueshard_on_stand_ins"
+"""Attribute of a copy that steps stand-ins. Thousands of such steps are not checked, which walks whole models."""
 Shapes = list[list[tuple[int, ...]]]
 """Shapes of stand-ins, by group."""
 Place = tuple[int, int]
@@ -208,6 +210,8 @@ def run(
         _make_visible(group)
     if remade:
         trial = _remake(optimizer, trial)
+    for member in family(trial):
+        setattr(member, ON_STAND_INS, True)
     parameters = list(stand_ins.values())
     before = [p.detach().clone() for p in parameters]
     torch.default_generator.manual_seed(seed)  # this one alone: `torch.manual_seed` would seed the user's accelerators
