@@ -61,9 +61,10 @@ vllm: $(READY)
 versions:
 	$(PYTHON) tests/versions.py
 
-# On a machine with a GPU, with the Python that has torch there; WHEELS: a folder of wheels of what it lacks.
+# On a machine with GPUs, with the Python that has torch there; WHEELS: a folder of wheels of what it lacks; GPU: options,
+# as --only NAME, --budget SECONDS, --out DIR. Called again, it goes on with what has no figures yet.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS))
+	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(GPU)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
