@@ -69,7 +69,8 @@ class _Ring(torch.autograd.Function):
         ctx.save_for_backward(
             query, key, value, out, sums, *(value for value in rest if isinstance(value, torch.Tensor))
         )
-        ctx.rest = [None if isinstance(value, torch.Tensor) else value for value in rest]
+        ctx.is_saved = [isinstance(value, torch.Tensor) for value in rest]  # CUDA's kernels return None as well
+        ctx.rest = [None if saved else value for value, saved in zip(rest, ctx.is_saved, strict=True)]
         ctx.group, ctx.scale, ctx.balanced = group, scale, balanced
         return out
 
@@ -84,7 +85,7 @@ class _Ring(torch.autograd.Function):
             )
         query, key, value, out, sums, *tensors = ctx.saved_tensors
         left = iter(tensors)
-        rest = [next(left) if value is None else value for value in ctx.rest]
+        rest = [next(left) if saved else value for value, saved in zip(ctx.rest, ctx.is_saved, strict=True)]
         kernels = _kernels(query)
         more = dict(zip(kernels.kept, rest, strict=False)) | kernels.others
         with _options(query.dtype, ctx.balanced):
@@ -139,13 +140,25 @@ def _kernels(query: torch.Tensor) -> _Kernels:
             kept=("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset"),
         )
     return _Kernels(
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_efficient_attention_backward.default,
+        _efficient,
+        _efficient_backward,
         {"attn_bias": None, "compute_log_sumexp": True},
         "grad_out_",
         ("philox_seed", "philox_offset"),
         {"attn_bias": None, "grad_input_mask": [True, True, True, False]},
     )
+
+
+def _efficient(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the sums of the queries alone, which CUDA's kernel pads to a multiple of 32; torch merges without."""
+    out, sums, *rest = torch.ops.aten._scaled_dot_product_efficient_attention.default(query, *args, **kwargs)
+    return out, sums[..., : query.shape[_SEQUENCE]], *rest
+
+
+def _efficient_backward(*args: Any, logsumexp: torch.Tensor, **kwargs: Any) -> Any:
+    padded = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % 32), value=torch.inf)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    return kernel(*args, logsumexp=padded, **kwargs)
 
 
 @contextlib.contextmanager
