@@ -196,6 +196,10 @@ class Runtime(ShardedModel):
 
     def _reduced(self, unit: ShardedModule, name: str, reduced: torch.Tensor) -> None:
         """Take the sum over ranks of a unit's gradients, flat, before FSDP2 rounds it to the stored dtype."""
+        if reduced.device.type != "cpu":
+            # FSDP2 allocated it on another stream, and drops it as soon as this one is told to round it: without this,
+            # the next unit's reduction is given the memory while it is read here. FSDP2 thinks of that for HSDP alone.
+            reduced.record_stream(torch.accelerator.current_stream(reduced.device))
         if not self.sums.take(unit, reduced) and self.exact is not None:
             self.exact.unit_reduced(name, reduced)
 
