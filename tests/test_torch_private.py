@@ -710,6 +710,9 @@ def test_shards_in_memory_and_the_records_of_gradients(rank: int, world_size: in
     assert _torch.local(made).data_ptr() == part.data_ptr()
     assert torch.equal(copy.deepcopy(made).to_local(), part)
     assert torch.equal(copy.deepcopy(made.detach()).to_local(), part)
+    placed = _torch.dtensor_from(part, made.device_mesh, made.placements)
+    assert (placed.shape, placed.placements) == (made.shape, made.placements)
+    assert _torch.local(placed) is part or _torch.local(placed).data_ptr() == part.data_ptr()
 
 
 class Bare(torch.optim.Optimizer):

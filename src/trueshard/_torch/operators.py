@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from trueshard._torch.capabilities import IS_2_11
 from trueshard._torch.modules import in_backward
 from trueshard._torch.patches import Undo, replace, together
-from trueshard._torch.tensors import local
+from trueshard._torch.tensors import dtensor_from, local
 
 _aten = torch.ops.aten
 _RANDOM = "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_"
@@ -150,7 +150,7 @@ def clip_over_meshes(ours: Ours) -> Undo:
             return without_handler(operator, args, kwargs)
         full = [gathered(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         stacked = operator(full, *args[1:], **kwargs)
-        return DTensor.from_local(stacked, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+        return dtensor_from(stacked, meshes[0], [Replicate()] * meshes[0].ndim)
 
     def scale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, factor = args
@@ -311,7 +311,7 @@ def _is_nan_somewhere(value: DTensor) -> bool:
         return False
     placements = [Partial("max") if placement.is_partial() else placement for placement in value.placements]
     flags = local(value).isnan().to(torch.uint8)
-    return bool(DTensor.from_local(flags, value.device_mesh, placements, run_check=False).full_tensor())
+    return bool(dtensor_from(flags, value.device_mesh, placements).full_tensor())
 
 
 def compare_tensors(ours: Ours) -> Undo:
@@ -352,5 +352,9 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_like(full: torch.Tensor, like: DTensor) -> DTensor:
-    """Return this rank's part of ``full``, which every rank has, placed like ``like``."""
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    """Return this rank's part of ``full``, which every rank has, placed like ``like`` and on the same device."""
+    part = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)  # on the mesh's device
+    if local(part).device == local(like).device or full.requires_grad:
+        return part
+    shard = local(part).to(local(like).device)
+    return dtensor_from(shard, like.device_mesh, like.placements, part.shape, part.stride())

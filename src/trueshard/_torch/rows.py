@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trueshard._torch.operators import Ours, cut_like, gathered, handle, without_handler
 from trueshard._torch.patches import Undo, replace, together
-from trueshard._torch.tensors import local, map_only, storage_identity
+from trueshard._torch.tensors import dtensor_from, local, map_only, storage_identity
 
 _aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ def _replicated(value: DTensor) -> DTensor:
 
 
 def _same_on_every_rank(full: torch.Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return dtensor_from(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
 
 
 def _ranks_with_rows(rows: int, ranks: int) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
 
@@ -151,8 +152,24 @@ def memory_identity(tensor: torch.Tensor) -> int:
 
 def dtensor_over(local: torch.Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """Do ``DTensor.from_local`` for a shard that may lie anywhere in its storage."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(own_storage(local), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return dtensor_from(own_storage(local), like.device_mesh, like.placements, shape, stride)
+
+
+def dtensor_from(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Do ``DTensor.from_local`` where the tensor lies; that one moves it to the mesh's device, also an offloaded one.
+
+    ``shape`` and ``stride``: of the whole; None: as the placements say, if ranks have as much each.
+    """
+    if local.device.type == mesh.device_type or local.is_meta or local.requires_grad:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    like = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.__new__(DTensor, local.detach(), like._spec, requires_grad=False)  # FSDP2 makes its own so
 
 
 def split_factor(placement: Any) -> int:

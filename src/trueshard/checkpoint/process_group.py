@@ -144,7 +144,7 @@ def like_rows(tensor: DTensor) -> DTensor:
     """Return a tensor without values that is placed as ``row_placements`` says."""
     placements, mesh = row_placements(tensor), tensor.device_mesh
     local = _torch.local(tensor).new_empty(extent(region_of(tensor, placements=placements)))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return _torch.dtensor_from(local, mesh, placements, tensor.shape, tensor.stride())
 
 
 def from_rows(rows: DTensor, tensor: DTensor) -> None:

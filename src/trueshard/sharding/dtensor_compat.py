@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce
@@ -53,7 +53,7 @@ class WholeNumber(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
         mean = all_reduce(grad.clone(), ctx.mesh) / ctx.mesh.size()
-        return DTensor.from_local(mean, ctx.mesh, [Replicate()] * ctx.mesh.ndim, run_check=False)
+        return _torch.dtensor_from(mean, ctx.mesh, [Replicate()] * ctx.mesh.ndim)
 
 
 def differentiate(
@@ -143,10 +143,7 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
             "a tensor of the parameter's own shape and dtype, or convert the model before shard()"
         )
     mesh, placements = tensor.device_mesh, tensor.placements
-    if isinstance(value, DTensor):
-        part = value.redistribute(mesh, placements)
-    else:
-        part = distribute_tensor(value.to(_torch.local(tensor).device), mesh, placements, src_data_rank=None)
+    part = value.redistribute(mesh, placements) if isinstance(value, DTensor) else _torch.cut_like(value, tensor)
     _torch.local(tensor).copy_(_torch.local(part))
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from trueshard import _torch
@@ -95,7 +95,7 @@ class GradientHooks:
         grad = parameter.grad
         if self.gathers and isinstance(grad, DTensor):
             full = self.transform(grad.full_tensor())
-            parameter.grad = distribute_tensor(full, grad.device_mesh, grad.placements, src_data_rank=None)
+            parameter.grad = _torch.cut_like(full, grad)
         self.put_back(parameter)
         self.accumulated(parameter)
 

@@ -43,7 +43,7 @@ class WholeParameter:
         self.computing: Callable[[], bool] = lambda: False
         """True where reading the attribute is to give the leaf, not the DTensor."""
         held = self.parameter.detach()  # not the original itself: a copy may have been given memory since
-        shown = DTensor.from_local(held, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        shown = _torch.dtensor_from(held, mesh, [Replicate()] * mesh.ndim)
         parameter = nn.Parameter(shown, requires_grad=original.tensor.requires_grad)
         for place in self.places:
             self._put(*place, parameter)
@@ -117,7 +117,7 @@ class WholeParameter:
         every = [hooks for hooks in (self.hooks, GradientHooks(parameter)) if hooks is not None]
         for hooks in every:
             grad = hooks.transform(grad)
-        add_gradient(parameter, DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False))
+        add_gradient(parameter, _torch.dtensor_from(grad, parameter.device_mesh, parameter.placements))
         for hooks in every:
             hooks.accumulated(parameter)
 
