@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -
 # Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions gpu clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions cuda cuda-build gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -60,6 +60,15 @@ vllm: $(READY)
 # Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:
 	$(PYTHON) tests/versions.py
+
+# What only a CUDA device runs, on one that is emulated on the CPU: docs/emulated-cuda.md.
+cuda: cuda-build
+	$(PYTEST) -m "rest or not rest" --deselect tests/test_emulated_cuda.py::test_some_features_on_two_devices \
+		tests/test_emulated_cuda.py
+
+# Compiled anew only where its sources or torch have changed.
+cuda-build: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m emulated_cuda.build
 
 # On a machine with GPUs, with the Python that has torch there; WHEELS: a folder of wheels of what it lacks; GPU: options,
 # as --only NAME, --budget SECONDS, --out DIR. Called again, it goes on with what has no figures yet.

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 import forks
 from chromium import Page
+from emulated_cuda import REPORTS
+from emulated_cuda.reports import counted_faults, read
 from parity import Pool, Ranks
 from trueshard.planner import process
 
@@ -85,6 +88,16 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=REPORTS in os.environ)
+def _no_fault_of_the_device() -> Iterator[None]:
+    """Fail a test in which the emulated CUDA device saw a race, memory read too early, or a broken rule of NCCL."""
+    folder = Path(os.environ[REPORTS])
+    before = Counter(read(folder))
+    yield
+    faults = counted_faults(list((Counter(read(folder)) - before).elements()))
+    assert not faults, "\n".join(faults[:20])
 
 
 @pytest.fixture
