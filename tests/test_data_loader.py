@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,9 +43,9 @@ class Numbers:
 class Counting:
     """A stream of numbers."""
 
-    def begin(self, seed: int) -> Iterator[tuple[Sample, str]]:
-        for number in count(1000 * seed):
-            yield {"number": np.array(number)}, f"line {number}"
+    def begin(self, seed: int, first: int = 0, blocks: Any = None) -> Iterator[tuple[Sample, str, Any]]:
+        for number in count(1000 * seed + first):
+            yield {"number": np.array(number)}, f"line {number}", number
 
 
 DATA = {

@@ -92,3 +92,10 @@ def test_any_slice_of_a_mixture_is_a_slice_of_the_whole() -> None:
 def test_mixture_of_another_seed_begins_elsewhere() -> None:
     first, second = (Order(seed, [20, 30], [1, 2]).indices(0, 60).tolist() for seed in (1, 2))
     assert first != second
+
+
+def test_given_counts_the_turns_of_each_source() -> None:
+    order = Order(7, [1] * 5, [1, 0.3, 2, 5, 0.01])
+    turns = [order.turn(sample)[0] for sample in range(300)]
+    for samples in (0, 1, 17, 300):
+        assert order.given(samples) == [turns[:samples].count(source) for source in range(5)]

@@ -68,13 +68,14 @@ class DataSection(Section):
     completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
     (Alpaca). Left out, the keys of the first record tell: text if `data.field` is among them, or if they fit none."""
     path: Text | None = None
-    """A folder or file of text, JSONL, JSON, CSV or Parquet, a data set on the hub ("owner/name"), or "stdlib":
-    the source of Python's own library."""
+    """A folder, a file or a pattern ("data/*.jsonl") of text, JSONL, JSON, CSV, Parquet or WebDataset (.tar), here or
+    at an address that fsspec reads ("s3://…"), a data set on the hub ("owner/name"), or "stdlib": the source of
+    Python's own library."""
     sources: list[SourceSection] = []
     """Several sources, mixed by weight."""
     include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
     """File name patterns to read in a folder and all its subfolders; names that start with "." are left out. Left out:
-    text files or, where there are none, .jsonl and .parquet."""
+    text files or, where there are none, .jsonl, .parquet and .tar."""
     field: Text = "text"
     """Key that holds the text, in files of records with format "text"."""
     subset: Text | None = None
@@ -82,7 +83,7 @@ class DataSection(Section):
     split: Text = "train"
     """Split of a data set on the hub."""
     streaming: bool = False
-    """Read during training instead of preparing all data first."""
+    """Read during training instead of preparing all data first: nothing is copied to the disk."""
     packing: bool = True
     """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction").
     False: one, padded."""

@@ -54,8 +54,12 @@ class Samples(Protocol):
 class Stream(Protocol):
     """An endless sequence of samples."""
 
-    def begin(self, seed: int) -> Iterator[tuple[Sample, str]]:
-        """Iterate from the first sample: (sample, its origin). Equal seeds give equal samples."""
+    def begin(self, seed: int, first: int = 0, blocks: Any = None) -> Iterator[tuple[Sample, str, Any]]:
+        """Iterate from the sample ``first``: (sample, its origin, blocks). Equal seeds give equal samples.
+
+        ``blocks``, JSON values: where the blocks of samples lie that this one is of. Begun with them, at this sample or
+        a later one, a stream reads nothing that is before.
+        """
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,13 @@ class StreamMixture:
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float]) -> None:
         self._streams, self._weights = list(streams), list(weights)
 
-    def begin(self, seed: int) -> Iterator[tuple[Sample, str]]:
-        order = Order(seed, [1] * len(self._streams), self._weights)
-        begun = [stream.begin(seed) for stream in self._streams]
-        for sample in count():
-            source, _ = order.turn(sample)
-            yield next(begun[source])
+    def begin(self, seed: int, first: int = 0, blocks: Any = None) -> Iterator[tuple[Sample, str, Any]]:
+        order, sources = Order(seed, [1] * len(self._streams), self._weights), range(len(self._streams))
+        blocks, given = list(blocks or [None for _ in sources]), order.given(first)
+        begun = [self._streams[number].begin(seed, given[number], blocks[number]) for number in sources]
+        for index in count(first):
+            source, _ = order.turn(index)
+            sample, where, block = next(begun[source])
+            if block is not blocks[source]:
+                blocks = [*blocks[:source], block, *blocks[source + 1 :]]
+            yield sample, where, blocks

@@ -2,7 +2,7 @@
 
 - Memory is bounded, whatever the length of a document: one thread reads and tokenises, on all cores, while the other
   writes. A record takes some 40 bytes, when sequences are made of all.
-- `state.json` says every few seconds how far it has come. After a stop, what was written by then is read, and no more.
+- `progress.json` says every few seconds how far it has come. After a stop, reading goes on from there.
 - The held-out part is drawn with a fixed seed, by whole records, so no other setting of a run changes it. Of joined
   text, the drawn documents come last and the end of the whole is held out: exactly the fraction asked for, even of a
   single long document.
@@ -31,7 +31,7 @@ from trueshard.train.data.batches import Document, Documents, all_targets, pack,
 from trueshard.train.data.formats import Format
 from trueshard.train.data.loader import Prefetcher
 from trueshard.train.data.order import sequence_indices
-from trueshard.train.data.sources import DataSource, Record
+from trueshard.train.data.sources import START, DataSource, Place, Record
 from trueshard.train.data.store import Summary
 
 HELD_OUT_SEED = 20_000
@@ -92,15 +92,17 @@ def build(
 class _Making:
     """A preparation: how far it has come, and its writers.
 
-    ``state``: groups of records of the current source that are written; tokens, documents and records up to the end of
-    each source; counts of records; the states of the writers, and what a format has noted.
+    ``state``: place of the last record of the current source that is written, and 1, or its beginning and 0; tokens,
+    documents and records up to the end of each source; counts of records; the states of the writers, and what a format
+    has noted.
     """
 
     def __init__(self, folder: Path, form: Format, fraction: float) -> None:
-        self._form, self._folder, self._fraction, self._file = form, folder, fraction, folder / "state.json"
-        self.state: dict[str, Any] = {"groups": 0, "ends": [(0, 0, 0)], "records": 0, "left out": 0, "cut": 0}
+        self._form, self._folder, self._fraction, self._file = form, folder, fraction, folder / "progress.json"
+        self.state: dict[str, Any] = {"place": [START, 0], "ends": [(0, 0, 0)], "records": 0, "left out": 0, "cut": 0}
         if self._file.is_file():
             self.state = json.loads(self._file.read_text(encoding="utf-8"))
+        form.cuts = self.state.get("cuts")
         if self.state.get("conversational"):
             form.conversational = True
             form.template.notes.update(self.state["notes"])
@@ -112,12 +114,13 @@ class _Making:
 
     def write(self, source: DataSource, number: int, progress: _Progress) -> None:
         """Write the documents of a source, from where the state is."""
-        state, writer = self.state, self.writer
-        with contextlib.closing(Prefetcher(self._form.documents(source, self._folder, state["groups"]), 1)) as groups:
+        state, writer, (start, skip) = self.state, self.writer, self.state["place"]
+        made = self._form.documents(source, self._folder, Place(*start), skip)
+        with contextlib.closing(Prefetcher(made, 1)) as groups:
             for group in groups:
                 for record, documents in group:
                     self._add(record, documents, number)
-                state["groups"] += 1
+                state["place"] = [record.place(), 1]
                 progress.show(writer.tokens + (self._later.tokens if self._later is not None else 0))
                 if time.monotonic() > self._saved + SAVE_EVERY:
                     self._save()
@@ -125,7 +128,7 @@ class _Making:
             for document, *origin in self._later.read():
                 writer.add(document, *origin)
             self._later = DocumentWriter(self._later.folder, self._form)
-        state["groups"] = 0
+        state["place"] = [START, 0]
         state["ends"].append((writer.tokens, writer.documents, state["records"]))
         self._save()
 
@@ -144,6 +147,7 @@ class _Making:
         conversational = self._form.conversational
         self.state |= {"writer": self.writer.state(), "later": self._later and self._later.state()}
         self.state |= {"conversational": conversational, "notes": self._form.template.notes if conversational else {}}
+        self.state["cuts"] = self._form.cuts
         replace_text(self._file, json.dumps(self.state))
         self._saved = time.monotonic()
 

@@ -36,17 +36,19 @@ class Cutter:
 
     def __init__(self, backend: Any, name: str) -> None:
         self._backend, self._name = backend, name
-        self._tried = self._told = False
+        self.cuts: bool | None = None
+        """True if the pieces of a text were found to have its tokens; None: not tried yet."""
+        self._told = False
 
     def pieces(self, text: str | Iterable[str], where: str) -> Iterator[str]:
         """Yield the pieces of a text, given whole or in chunks; ``where``: its origin, for a message."""
         chunks = [text[at : at + PIECE] for at in range(0, len(text), PIECE)] if isinstance(text, str) else text
         pieces = self._pieces(chunks, where)
-        if not self._tried:
+        if self.cuts is None:
             first = list(islice(pieces, FIRST + 1))
-            self._tried = len(first) > 1
-            if self._tried and not self._agree(first[:-1]):
-                self._backend, first = None, ["".join(chain(first, pieces))]
+            self.cuts = self._agree(first[:-1]) if len(first) > 1 else None
+            if self.cuts is False:
+                first = ["".join(chain(first, pieces))]
                 self._tell(first[0], where)
             pieces = chain(first, pieces)
         yield from pieces
@@ -77,7 +79,7 @@ class Cutter:
 
     def _place(self, text: str, begin: int) -> int | None:
         """Return a place from ``begin`` on that separates tokens; None if none of those that are tried does."""
-        if self._backend is None:
+        if self._backend is None or self.cuts is False:
             return None
         kinds = [unicodedata.category(character)[0] for character in text[begin - 1 : begin + SEARCH]]
         changes = [begin + number for number in range(SEARCH) if kinds[number] != kinds[number + 1]]

@@ -28,6 +28,7 @@ from trueshard.errors import UserError
 from trueshard.text import nearest
 from trueshard.train.config import DataSection
 from trueshard.train.data import chat
+from trueshard.train.data.addresses import kind
 from trueshard.train.data.batches import (
     Batch,
     Document,
@@ -40,7 +41,7 @@ from trueshard.train.data.batches import (
     stack,
 )
 from trueshard.train.data.cutting import PIECE, Cutter
-from trueshard.train.data.sources import READERS, DataSource, Fields, HubSource, Record, TextFile, find, kind
+from trueshard.train.data.sources import READERS, START, DataSource, Fields, HubSource, Place, Record, TextFile, find
 from trueshard.train.data.tokenizer import fast_backend, pad_token
 from trueshard.train.data.vision import VisionCollate, store_images, vision_messages
 
@@ -63,6 +64,7 @@ class Format:
     noun: ClassVar[str]  # name of such data, in messages
     rows: ClassVar[int] = 1  # rows of a batch that a record becomes
     columns: ClassVar[Sequence[tuple[str, ...]]] = ()  # keys, each set of which shows a record to be of this format
+    cuts: bool | None = None  # as in ``Cutter``; for text
     conversational: bool = False  # for some formats from their first record on: their texts are messages
     layout: Layout = "single"
 
@@ -108,20 +110,23 @@ class Format:
         """Yield a record, or one for each piece of its text, if that is long and the pieces have its tokens."""
         yield record
 
-    def documents(self, source: DataSource, folder: Path, skip: int = 0) -> Iterator[list[tuple[Record, Documents]]]:
+    def documents(
+        self, source: DataSource, folder: Path, start: Place = START, skip: int = 0
+    ) -> Iterator[list[tuple[Record, Documents]]]:
         """Iterate over groups of records of a source and the documents of each, before any is cut to a sequence.
 
-        The first ``skip`` groups are read, and no more.
+        They begin ``skip`` records, or pieces of one, after the place ``start``.
         """
-        for group in islice(self._groups(source), skip, None):
+        for group in self._groups(source, start, skip):
             yield list(zip(group, self.encode(group, folder), strict=True))
 
-    def _groups(self, source: DataSource) -> Iterator[list[Record]]:
+    def _groups(self, source: DataSource, start: Place, skip: int) -> Iterator[list[Record]]:
         group: list[Record] = []
         characters = 0
-        for record in (piece for whole in source.records() for piece in self.split(whole)):
+        pieces = (piece for whole in source.records(start) for piece in self.split(whole))
+        for record in islice(pieces, skip, None):
             group.append(record)
-            characters += _characters(record.fields)
+            characters += text_length(record.fields)
             if characters >= CHARACTERS_AT_ONCE or len(group) == RECORDS_AT_ONCE:
                 yield group
                 group, characters = [], 0
@@ -158,18 +163,20 @@ class TextFormat(Format):
         return [_plain_text(section.field, record)]
 
     def split(self, record: Record) -> Iterator[Record]:
-        """Yield the pieces of a text; none if it is blank."""
+        """Yield the pieces of a text from where the record begins; none if it is blank."""
         (text,) = self.parts(self.section, record)
-        if isinstance(text, str) and len(text) <= PIECE:
+        begin, is_file = record.begin, isinstance(text, TextFile)
+        if not is_file and not begin and len(text) <= PIECE:
             yield from [record] if text.strip() else []
             return
-        pieces = self._cutter.pieces(text, record.where)
+        pieces = self._cutter.pieces(text if is_file else text[begin:], record.where)
         first = piece = next(pieces)
         for following in pieces:
-            yield Record({self.section.field: piece}, *record[1:-1], more=True)
+            yield record.of({self.section.field: piece}, begin, more=True)
+            begin += len(piece.encode()) if is_file else len(piece)
             piece = following
-        if piece is not first or piece.strip():
-            yield Record({self.section.field: piece}, *record[1:])
+        if record.begin or piece is not first or piece.strip():
+            yield record.of({self.section.field: piece}, begin)
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record."""
@@ -190,6 +197,14 @@ class TextFormat(Format):
     @cached_property
     def _cutter(self) -> Cutter:
         return Cutter(self._backend, f"the tokenizer {self.tokenizer.name_or_path}".rstrip())
+
+    @property
+    def cuts(self) -> bool | None:
+        return self._cutter.cuts
+
+    @cuts.setter
+    def cuts(self, value: bool | None) -> None:
+        self._cutter.cuts = value
 
 
 class ChatFormat(Format):
@@ -350,7 +365,7 @@ def find_format(section: DataSection) -> str:
     record = None
     with suppress(UserError):  # of what cannot be read, preparation tells
         source = find(section)[0]
-        if isinstance(source, HubSource) or kind(Path(source.files[0])) in READERS:
+        if isinstance(source, HubSource) or kind(source.files[0]) in READERS:
             record = next(source.records(), None)
     if record is None or record.fields.get(section.field) is not None:
         return "text"
@@ -365,12 +380,12 @@ def find_format(section: DataSection) -> str:
 # Fields of records
 
 
-def _characters(value: Any) -> int:
+def text_length(value: Any) -> int:
     """Return the length of all texts in a value of JSON."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_characters, values))
+    return sum(map(text_length, values))
 
 
 def _plain_text(field: str, record: Record) -> str | TextFile:

@@ -1,4 +1,5 @@
-"""Microbatches of a rank, made ahead of time by a thread, and the one integer from which a resumed run continues.
+"""Microbatches of a rank, made ahead of time by a thread, and the one integer from which a resumed run continues (for
+streamed data, with the places of the files that are read next).
 
 The sample at a global index does not depend on the number of ranks: a rank takes its slice of the global batch of each
 step and splits it into ``accumulate`` microbatches.
@@ -26,6 +27,10 @@ PATIENCE = 2.0
 """Seconds to wait for the thread when closing; a slower one ends by itself after its item."""
 SHOWN = 8
 """Maximum number of origins in ``describe_last``."""
+Placed = tuple[Sample, str, Any]
+"""A sample, and of a stream its origin and the blocks of ``Stream.begin``."""
+Made = tuple[Batch, list[str], Any]
+"""A microbatch, and of a stream the origins and the blocks of its samples."""
 
 
 class Prefetcher(Generic[Item]):
@@ -115,7 +120,8 @@ class Loader:
         self._first = 0  # first global sample of the current step
         self._taken = 0  # microbatches given in the current step
         self._origins: list[str] = []  # of a stream's samples in the current step
-        self._made: Iterator[tuple[Batch, list[str]]] | None = None
+        self._blocks: Any = None  # of a stream when the current step began: the same on every rank
+        self._made: Iterator[Made] | None = None
 
     def __iter__(self) -> Loader:
         return self
@@ -123,7 +129,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._made is None:
             self._made = self._begin()
-        batch, origins = next(self._made)
+        batch, origins, self._blocks = next(self._made)
         if self._taken == self._accumulate:
             self._first, self._taken, self._origins = self._first + self._batch_size, 0, []
         self._taken += 1
@@ -136,14 +142,16 @@ class Loader:
             self._made.close()
         self._made = None
 
-    def state_dict(self) -> dict[str, int]:
-        """Return ``samples``: the number of global samples of complete steps."""
-        return {"samples": self._first + (self._batch_size if self._taken == self._accumulate else 0)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``samples``: the number of global samples of complete steps; for a stream its ``blocks``, too."""
+        samples = self._first + (self._batch_size if self._taken == self._accumulate else 0)
+        return {"samples": samples} | ({} if isinstance(self._data, Mixture) else {"blocks": self._blocks})
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after ``state["samples"]`` global samples, at any batch size and number of ranks."""
         self.close()
         self._first, self._taken, self._origins = int(state["samples"]), 0, []
+        self._blocks = state.get("blocks")
 
     def describe_last(self, microbatches: int) -> str:
         """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
@@ -156,9 +164,9 @@ class Loader:
         more = f"; and {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""
         return f"samples {self._first} to {last} ({owner}{shown}{more})"
 
-    def _begin(self) -> Iterator[tuple[Batch, list[str]]]:
+    def _begin(self) -> Iterator[Made]:
         # Nothing here may refer to self: the thread would keep this loader alive.
-        samples = _samples_of(self._data, self._seed, self._first, self._batch_size, self._part)
+        samples = _samples_of(self._data, self._seed, self._first, self._blocks, self._batch_size, self._part)
         made = _microbatches(samples, self._microbatch, self._collate, self._device)
         return Prefetcher(made, self._prefetch * self._accumulate, self._device) if self._prefetch else made
 
@@ -194,10 +202,10 @@ class EvaluationLoader:
         self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[Batch]:
-        samples = ((self._samples[index], "") for index in range(self._first, self._last))
+        samples = ((self._samples[index], "", None) for index in range(self._first, self._last))
         made = _microbatches(samples, self._batch_size, self._collate, self._device)
         with contextlib.closing(Prefetcher(made, 2, self._device)) as ready:
-            yield from (batch for batch, _ in ready)
+            yield from (batch for batch, *_ in ready)
 
 
 class EndlessLoader:
@@ -284,27 +292,31 @@ class EndlessLoader:
 
 
 def _microbatches(
-    samples: Iterable[tuple[Sample, str]], size: int, collate: Collate, device: torch.device | None
-) -> Iterator[tuple[Batch, list[str]]]:
-    """Yield microbatches of ``size`` samples, and the origins of their samples."""
+    samples: Iterable[Placed], size: int, collate: Collate, device: torch.device | None
+) -> Iterator[Made]:
+    """Yield microbatches of ``size`` samples, the origins of their samples, and the blocks of the last one."""
     for group in batched(samples, size):
-        batch = collate([sample for sample, _ in group])
+        batch = collate([sample for sample, *_ in group])
         if device is not None and device.type == "cuda":
             batch = {key: value.pin_memory() for key, value in batch.items()}
-        yield batch, [origin for _, origin in group]
+        yield batch, [origin for _, origin, _ in group], group[-1][2]
 
 
-def _samples_of(data: Mixture | Stream, seed: int, first: int, step: int, part: range) -> Iterator[tuple[Sample, str]]:
+def _samples_of(data: Mixture | Stream, seed: int, first: int, blocks: Any, step: int, part: range) -> Iterator[Placed]:
     """Yield the samples at ``part`` of each step of ``step`` samples, from global sample ``first`` on, without end.
 
-    A stream's come with their origins, as it cannot be asked for them later.
+    A stream's come with their origins, as it cannot be asked for them later, and with its blocks before their step.
     """
     if isinstance(data, Mixture):
         order = data.order(seed)
         for begin in itertools.count(first, step):
             for index in order.indices(begin + part.start, len(part)).tolist():
-                yield data[index], ""
+                yield data[index], "", None
     else:
-        for number, placed in enumerate(itertools.islice(data.begin(seed), first, None)):
+        latest = blocks
+        for number, (sample, origin, current) in enumerate(data.begin(seed, first, blocks)):
+            if number % step == 0:
+                blocks = latest
+            latest = current
             if number % step in part:
-                yield placed
+                yield sample, origin, blocks

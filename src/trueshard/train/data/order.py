@@ -59,15 +59,27 @@ class Order:
         """Return the source of a global sample, and the number of samples that this source gave before."""
         low, high = 0, len(self._shares)
         while high - low > 1:
-            middle = (low + high) // 2
-            share, total = sum(self._shares[low:middle]), sum(self._shares[low:high])
-            phase = int(self._phases[middle]) * total >> 64
-            before = (sample * share + phase) // total
-            if ((sample + 1) * share + phase) // total > before:
+            middle, before = self._split(low, high, sample)
+            if self._split(low, high, sample + 1)[1] > before:
                 sample, high = before, middle
             else:
                 sample, low = sample - before, middle
         return low, sample
+
+    def given(self, samples: int, low: int = 0, high: int | None = None) -> list[int]:
+        """Return how many of the first global samples each source gives (those from ``low`` to ``high``)."""
+        high = len(self._shares) if high is None else high
+        if high - low == 1:
+            return [samples]
+        middle, before = self._split(low, high, samples)
+        return self.given(before, low, middle) + self.given(samples - before, middle, high)
+
+    def _split(self, low: int, high: int, samples: int) -> tuple[int, int]:
+        """Return the middle of some sources, and how many of their first samples are from those before it."""
+        middle = (low + high) // 2
+        share, total = sum(self._shares[low:middle]), sum(self._shares[low:high])
+        phase = int(self._phases[middle]) * total >> 64
+        return middle, (samples * share + phase) // total
 
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the samples from global position ``first`` on: int64 [count], numbered one source after the other."""

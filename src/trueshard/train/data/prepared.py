@@ -12,13 +12,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import trueshard
 from trueshard.errors import UserError
@@ -27,31 +23,17 @@ from trueshard.train.config import Config, SourceSection
 from trueshard.train.data import tokenizer as tokenizers
 from trueshard.train.data.batches import (
     Collate,
-    Documents,
     Mixture,
-    Sample,
     Samples,
     Stream,
     StreamMixture,
-    batched,
-    pack,
-    sequence,
-    span,
-    truncate,
 )
 from trueshard.train.data.building import build
-from trueshard.train.data.formats import FORMATS, Format
-from trueshard.train.data.order import draws
+from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, damage_named, read_summary
+from trueshard.train.data.streams import SourceStream
 from trueshard.train.models.config import own_code
-
-BUFFER = 1024
-"""Samples of a stream from which the next one is drawn."""
-TOGETHER = 512
-"""Documents of a stream that are packed together."""
-Placed = tuple[Sample, str]
-"""A sample and its origin."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +161,8 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
 
     train: Samples | Stream
     if data.streaming:
-        streams = [SourceStream(source, form) for source in sources]
+        # A format each, as what one has found of its texts decides how further ones are cut.
+        streams = [SourceStream(source, FORMATS[data.format](data, length, tokenizer, processor)) for source in sources]
         for stream in streams:
             stream.check()
         train = StreamMixture(streams, [source.weight for source in sources])
@@ -237,84 +220,3 @@ def _announce(config: Config, sources: list[DataSource], trains: bool, goes_on: 
         print(f"{what}: {doing}", flush=True)
     elif trains:
         print(f"training a tokenizer on the first {noun}", flush=True)
-
-
-# Streams
-
-
-class SourceStream:
-    """The samples of one source, read during training, without end.
-
-    The order is that of the source, shuffled through a buffer by seed: the same on every rank and at every world size.
-    At its end a stream starts again, in another order. Every rank reads everything and keeps its own samples; a resume
-    reads again up to where the run stood.
-    """
-
-    def __init__(self, source: DataSource, form: Format) -> None:
-        self._source, self._form, self._length = source, form, form.length
-
-    def begin(self, seed: int) -> Iterator[Placed]:
-        """Iterate from the first sample. Raises `UserError` for a damaged record, or a source without a sample."""
-        self.check()
-        for number in count():
-            yield from shuffled(self._once(), seed + number)
-
-    def check(self) -> None:
-        """Read the first sample. Raises `UserError` as ``begin`` does."""
-        if next(self._once(), None) is None:
-            raise UserError(
-                f"{self._source.key}: {self._source.name} does not fill one sequence of train.sequence_length = "
-                f"{self._length}; give it more, or lower train.sequence_length"
-            )
-
-    def _once(self) -> Iterator[Placed]:
-        form = self._form
-        if form.layout == "kept":
-            for record in self._source.records():
-                (turns,) = form.parts(form.section, record)
-                yield {"messages": turns, "where": record.where}, record.where
-        elif form.layout == "joined":
-            yield from self._joined()
-        elif form.layout == "packed":
-            for group in batched(self._documents(), TOGETHER):
-                for members in pack([len(document.ids) - 1 for (document,), _ in group], self._length):
-                    documents = tuple(document for number in members for document in group[number][0])
-                    yield form.sample(documents), span([group[number][1] for number in members])
-        else:
-            for documents, where in self._documents():
-                yield form.sample(documents), where
-
-    def _documents(self) -> Iterator[tuple[Documents, str]]:
-        """Iterate over the documents of each record that has any, and its origin."""
-        groups = self._form.documents(self._source, Path())  # these formats put no files beside them
-        for record, encoded in (each for group in groups for each in group):
-            if documents := truncate(encoded, self._length) if self._form.cut else encoded:
-                yield documents, record.where
-
-    def _joined(self) -> Iterator[Placed]:
-        tokens, places = np.empty(0, dtype=np.int64), []
-        for (document,), where in self._documents():
-            tokens = np.concatenate([tokens, document.ids])
-            places.append(where)
-            full = max(0, len(tokens) - 1) // self._length * self._length
-            for start in range(0, full, self._length):
-                yield sequence(tokens, start, self._length), span(places)
-            if full:
-                tokens, places = tokens[full:], [where]
-
-
-def shuffled(placed: Iterable[Placed], seed: int) -> Iterator[Placed]:
-    """Yield the samples, each drawn from the next ``BUFFER`` ones."""
-    buffer: list[Placed] = []
-    chances = draws(seed, BUFFER)
-    for sample in placed:
-        if len(buffer) < BUFFER:
-            buffer.append(sample)
-            continue
-        place = next(chances)
-        yield buffer[place]
-        buffer[place] = sample
-    while buffer:
-        place = next(chances) % len(buffer)
-        buffer[place], buffer[-1] = buffer[-1], buffer[place]
-        yield buffer.pop()

@@ -1,8 +1,9 @@
 """Data sources and their records, in an order that does not depend on the machine.
 
 - A text file is one record, read in chunks if it is long. JSONL has one a line, CSV one a row below a header, JSON an
-  array of them (or an object with one array), Parquet one a row. Files are read where they lie, so that an error names
-  the line.
+  array of them (or an object with one array), Parquet one a row, WebDataset one for the members of a tar file whose
+  names differ in their extension. Files are read where they lie, so that an error names the line.
+- Reading begins at any record's `Place`: JSONL, WebDataset and text are sought by byte, Parquet by its groups of rows.
 - A folder is read in the sorted order of relative paths. Nothing is left out or skipped silently.
 - "stdlib" is the source code of the running interpreter's standard library, without tests and installed packages.
 - A data set on the hub is pinned to its revision at the time it is found.
@@ -12,10 +13,10 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import csv
 import fnmatch
 import functools
-import gzip
 import hashlib
 import io
 import json
@@ -23,26 +24,52 @@ import os
 import re
 import sys
 import sysconfig
+import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from trueshard.errors import UserError, cut_line, explained, one_line
 from trueshard.text import load_json
 from trueshard.train.config import TEXT_FILES, DataSection
+from trueshard.train.data.addresses import (
+    CHUNK,
+    base_name,
+    has_pattern,
+    is_address,
+    kind,
+    listed,
+    opened,
+    size_of,
+    state_of,
+)
 from trueshard.train.models.config import is_hub_name
 
 Fields = dict[str, Any]
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-CHUNK = 2**20
-"""Bytes of a text file that are read together; a longer file is never held whole."""
+TABLE = 256
+"""Rows of a data set that are read together."""
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"
 )
 """Words in file names → the split that they mean."""
+
+
+class Place(NamedTuple):
+    """The position of a record, or of a piece of its text, from which reading begins. JSON values."""
+
+    file: int = 0  # index into the files of its source
+    line: int = 1  # line, row or entry of the file
+    offset: Any = 0  # byte of the file where that begins, if it is known; of a stream from the hub, the stream's state
+    begin: int = 0  # of its text, what is before: bytes of a text file, characters of a record's
+    skip: int = 0  # of what is made from there on: tokens, or samples, that are before this place
+
+
+START = Place()
 
 
 class Record(NamedTuple):
@@ -53,7 +80,17 @@ class Record(NamedTuple):
     line: int  # line, row or entry of the file, from 1; 0: the whole file
     where: str  # file and line, for error messages
     folder: Path  # base of relative paths in the fields
+    offset: Any = 0  # as in ``Place``
+    begin: int = 0  # as in ``Place``
     more: bool = False  # a piece of a text that goes on in the next record
+
+    def of(self, fields: Fields, begin: int = 0, more: bool = False) -> Record:
+        """Return a record of the same place with other fields."""
+        return Record(fields, *self[1:-2], begin, more)
+
+    def place(self, skip: int = 0) -> Place:
+        """Return where reading begins to yield this record first."""
+        return Place(self.file, self.line, self.offset, self.begin, skip)
 
 
 @dataclass(frozen=True)
@@ -67,20 +104,23 @@ class DataSource:
     text_field: str = "text"
     read: list[int] = field(default_factory=lambda: [0], compare=False, kw_only=True)  # bytes, by ``records``
 
-    def records(self) -> Iterator[Record]:
-        """Iterate over all records, in order. Raises `UserError` for damaged input."""
-        for number, file in enumerate(self.files):
-            path = Path(file)
-            for fields, line in _read(path, self.text_field, self.read):
-                yield Record(fields, number, line, place(file, line), path.parent)
+    def records(self, start: Place = START) -> Iterator[Record]:
+        """Iterate over all records from a place on, in order. Raises `UserError` for damaged input."""
+        self.read[0] += sum(size_of(file) or 0 for file in self.files[: start.file] if not is_address(file))
+        for number, file in enumerate(self.files[start.file :], start=start.file):
+            place = start if number == start.file else Place(number)
+            for fields, line, offset in _read(file, self.text_field, self.read, place):
+                begin = place.begin if line == place.line or not line else 0
+                yield Record(fields, number, line, where(file, line), Path(file).parent, offset, begin)
 
     def size(self) -> int | None:
         """Return the bytes of all files, or None if unknown."""
-        return sum(Path(file).stat().st_size for file in self.files)
+        sizes = [size_of(file) for file in self.files]
+        return None if None in sizes else sum(size or 0 for size in sizes)
 
     def fingerprint(self) -> str:
         """Hash names, sizes and modification times: equal means that nothing has to be read again."""
-        return hash_of(states(map(Path, self.files)))
+        return hash_of(list(map(state_of, self.files)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +133,7 @@ class HubSource(DataSource):
     streaming: bool = False
     saved: bool = False  # a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`
 
-    def records(self) -> Iterator[Record]:
+    def records(self, start: Place = START) -> Iterator[Record]:
         import datasets
 
         (file,), options = self.files, {"split": self.split, "revision": self.revision, "streaming": self.streaming}
@@ -101,10 +141,19 @@ class HubSource(DataSource):
         with explained(f"{self.key}: {self.name!r} cannot be read", remedy, (OSError, ValueError, RuntimeError)):
             load: Any = datasets.load_dataset
             data = datasets.load_from_disk(file) if self.saved else load(self.name, self.subset, **options)
-            # As plain values: images stay the stored bytes.
-            tables = data.with_format("arrow").iter(batch_size=256)
-            for row, fields in enumerate((fields for table in tables for fields in table.to_pylist()), start=1):
-                yield Record(fields, 0, row, place(file, row), Path(file).parent)
+            data = data.with_format("arrow")  # plain values: images stay the stored bytes
+            row, state = (start.offset or (1, None)) if self.streaming else (start.line, None)
+            if state is not None:
+                data.load_state_dict(copy.deepcopy(state))
+            elif row > 1:
+                data = data.skip(row - 1)
+            for table in data.iter(batch_size=TABLE):
+                for line, fields in enumerate(table.to_pylist(), start=row):
+                    if line >= start.line:
+                        begin = start.begin if line == start.line else 0
+                        yield Record(fields, 0, line, where(file, line), Path(file).parent, (row, state), begin)
+                row += len(table)
+                state = copy.deepcopy(data.state_dict()) if self.streaming else None
 
     def size(self) -> int | None:
         return None
@@ -124,87 +173,93 @@ def find(section: DataSection, path: str | None = None) -> list[DataSource]:
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
     if name == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = tuple(str(file) for file in _walk(root, NOT_LIBRARY.__contains__) if file.suffix == ".py")
+        files = tuple(file for file in _walk(root, NOT_LIBRARY.__contains__).values() if file.endswith(".py"))
         if not files:
             raise UserError(f'{key}: "stdlib": this Python carries no source under {root}; give a folder of text')
         return DataSource(key, name, weight, files, section.field)
+    if is_address(name) or (has_pattern(name) and not Path(name).expanduser().exists()):
+        return DataSource(key, name, weight, _select(section, listed(name, key), name, key), section.field)
     path = Path(name).expanduser()
     saved = path / section.split if (path / "dataset_dict.json").is_file() else path
     if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
         revision = hash_of(states(sorted(file for file in saved.iterdir() if file.is_file())))
         return HubSource(key, name, weight, (str(saved),), section.field, revision=revision, saved=True)
     if path.is_dir():
-        return DataSource(key, name, weight, _folder(section, path, key), section.field)
-    if is_hub_name(name) and kind(path) not in READERS:
+        return DataSource(key, name, weight, _select(section, _walk(path), str(path), key), section.field)
+    if is_hub_name(name) and kind(name) not in READERS:
         hub = (section.subset, section.split, _revision(name, key), section.streaming)
         return HubSource(key, name, weight, (name,), section.field, *hub)
     if not path.exists():
         raise UserError(
-            f"{key}: {path} does not exist; give a folder or a file of text, JSONL, JSON, CSV or Parquet, "
+            f"{key}: {path} does not exist; give a folder or a file of text, JSONL, JSON, CSV, Parquet or WebDataset, "
             'owner/name of a data set on the hub, or "stdlib"'
         )
     if not path.stat().st_size:
         raise UserError(f"{key}: {path} is empty; give one that is not")
-    if section.format != "text" and kind(path) not in READERS:
-        raise UserError(
-            f'{key}: {path} is no file of records, which data.format = "{section.format}" reads; '
-            f"give one of {', '.join(READERS)}"
-        )
-    return DataSource(key, name, weight, (str(path),), section.field)
+    return DataSource(key, name, weight, _select(section, {path.name: str(path)}, str(path), key), section.field)
 
 
-def _folder(section: DataSection, root: Path, key: str) -> tuple[str, ...]:
-    """Return the files in a folder that `data.include` or, without it, their kinds select."""
-    listed = _walk(root)
+def _select(section: DataSection, names: dict[str, str], place: str, key: str) -> tuple[str, ...]:
+    """Return the files that `data.include` or, without it, their kinds select; ``names``: of each, below ``place``.
+
+    A single file, and what a pattern names, is chosen already.
+    """
     explicit = "include" in section.model_fields_set
-    if explicit:
-        patterns: Sequence[str] = section.include
-        groups = [[file for file in listed if _matches(file, patterns)]]
+    if len(names) == 1 or has_pattern(place):
+        groups, patterns = [list(names)], [place]
+    elif explicit:
+        groups, patterns = [[name for name in names if _matches(name, section.include)]], section.include
     else:
         patterns = TEXT_FILES if section.format == "text" else [f"*{suffix}" for suffix in READERS]
-        lines, arrays = ([file for file in listed if kind(file) in suffixes] for suffixes in (LINES, ARRAYS))
-        text = [file for file in listed if _matches(file, TEXT_FILES)] if section.format == "text" else []
+        lines, arrays = ([name for name in names if kind(name) in suffixes] for suffixes in (LINES, ARRAYS))
+        text = [name for name in names if _matches(name, TEXT_FILES)] if section.format == "text" else []
         # Code often lies beside .json and .csv files that are no data, so next to text these do not count.
         groups = [group for group in ([text, lines] if text else [lines, arrays]) if group] or [[]]
     if len(groups) > 1:
-        counted = " and ".join(f"{len(group)} such as {group[0].relative_to(root)}" for group in groups)
-        raise UserError(f"{key}: {root} holds files of different kinds ({counted}); choose with data.include")
-    (files,) = groups
-    if not any(file.stat().st_size for file in files):
+        counted = " and ".join(f"{len(group)} such as {group[0]}" for group in groups)
+        raise UserError(f"{key}: {place} holds files of different kinds ({counted}); choose with data.include")
+    (chosen,) = groups
+    files = tuple(names[name] for name in chosen)
+    if not any(size_of(file) != 0 for file in files):
         state = "holds only empty files that match" if files else "holds no file that matches"
         shown = ", ".join(patterns[:6]) + (", …" if len(patterns) > 6 else "")
-        raise UserError(f"{key}: {root} {state} data.include ({shown}); add files, or change data.include")
+        raise UserError(f"{key}: {place} {state} data.include ({shown}); add files, or change data.include")
     if section.format != "text" and (other := [file for file in files if kind(file) not in READERS]):
-        raise UserError(f"{key}: {other[0]} is no file of records ({', '.join(READERS)}); change data.include")
-    if not explicit and kind(files[0]) in READERS:
-        _check_one_split(key, root, files)
-    return tuple(map(str, files))
-
-
-def _check_one_split(key: str, root: Path, files: Sequence[Path]) -> None:
-    """Raise `UserError` if file names tell of several splits: a run must not train on its test data."""
-    splits: dict[str, Path] = {}
-    for file in files:
-        for word in re.split(r"[^a-z]+", file.relative_to(root).as_posix().lower()):
-            if word in SPLITS:
-                splits.setdefault(SPLITS[word], file.relative_to(root))
-    if len(splits) > 1:
-        named = ", ".join(f"{split} ({file})" for split, file in splits.items())
         raise UserError(
-            f"{key}: {root} holds more than one split: {named}; choose with data.include, or name its folder"
+            f'{key}: {other[0]} is no file of records, which data.format = "{section.format}" reads; '
+            f"give one of {', '.join(READERS)}"
+        )
+    if not explicit and kind(files[0]) in READERS:
+        _check_one_split(key, place, chosen)
+    return files
+
+
+def _check_one_split(key: str, place: str, names: Sequence[str]) -> None:
+    """Raise `UserError` if file names tell of several splits: a run must not train on its test data."""
+    splits: dict[str, str] = {}
+    for name in names:
+        for word in re.split(r"[^a-z]+", name.lower()):
+            if word in SPLITS:
+                splits.setdefault(SPLITS[word], name)
+    if len(splits) > 1:
+        named = ", ".join(f"{split} ({name})" for split, name in splits.items())
+        raise UserError(
+            f"{key}: {place} holds more than one split: {named}; choose with data.include, or name its folder"
         )
 
 
-def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> list[Path]:
-    paths: list[Path] = []
+def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startswith(".")) -> dict[str, str]:
+    """Return the files in a folder and its subfolders, in order: name below it → path."""
+    paths: dict[str, str] = {}
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if not without(name)]
-        paths += [Path(folder, name) for name in files if not without(name)]
-    return sorted(paths, key=lambda file: file.relative_to(root).as_posix())
+        found = (Path(folder, name) for name in files if not without(name))
+        paths |= {file.relative_to(root).as_posix(): str(file) for file in found}
+    return dict(sorted(paths.items()))
 
 
-def _matches(file: Path, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(PurePosixPath(name).name, pattern) for pattern in patterns)
 
 
 def _revision(name: str, key: str) -> str | None:
@@ -221,7 +276,7 @@ def _revision(name: str, key: str) -> str | None:
 
 def states(files: Iterable[Path]) -> list[list[Any]]:
     """Return names, sizes and modification times: equal means unchanged."""
-    return [[str(file), status.st_size, status.st_mtime_ns] for file in files for status in [file.stat()]]
+    return [state_of(str(file)) for file in files]
 
 
 def hash_of(value: Any) -> str:
@@ -229,30 +284,30 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def place(file: str, line: int) -> str:
+def where(file: str, line: int) -> str:
     """Describe a place: "chat.jsonl, line 17"."""
     return f"{file}, {_entry(file)} {line}" if line else file
 
 
 @functools.cache
 def _entry(file: str) -> str:
-    return {".parquet": "row", ".json": "entry"}.get(kind(Path(file)), "line") if Path(file).suffix else "row"
-
-
-def kind(file: Path) -> str:
-    """Return the suffix that selects the reader: ".jsonl" for `a.jsonl` and `a.jsonl.gz`."""
-    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+    words = {".parquet": "row", ".json": "entry", ".tar": "sample"}
+    return words.get(kind(file), "line") if base_name(file).suffix else "row"
 
 
 class TextFile:
     """The text of a file in chunks, as often as it is iterated. Raises `UserError` for damage."""
 
-    def __init__(self, file: Path, read: list[int]) -> None:
-        self._file, self._read = file, read
+    def __init__(self, file: str, read: list[int], begin: int = 0) -> None:
+        self._file, self._read, self._begin = file, read, begin  # begin: bytes that are left out
 
     def __iter__(self) -> Iterator[str]:
-        rest, done, data = b"", 0, b" "  # bytes of a character that is not complete; those before it; the last ones
-        with _damage_named(self._file), _open(self._file, self._read) as stream:
+        rest, done, data = (
+            b"",
+            self._begin,
+            b" ",
+        )  # bytes of no complete character; those before; the last ones
+        with _damage_named(self._file), opened(self._file, self._read, self._begin) as stream:
             while data:
                 data = stream.read(CHUNK)
                 try:
@@ -264,19 +319,24 @@ class TextFile:
                 yield text
 
 
-def _read(file: Path, text_field: str, read: list[int]) -> Iterator[tuple[Fields, int]]:
-    """Iterate over (record, line) of a file, with the text of a text file under ``text_field``. Name damage by line."""
+Entries = Iterator[tuple[Fields, int, int]]
+"""Records: fields, line (or row, or entry), and the byte where that begins (0: unknown)."""
+
+
+def _read(file: str, text_field: str, read: list[int], place: Place) -> Entries:
+    """Iterate over the records of a file, with the text of a text file under ``text_field``. Name damage by line."""
     with _damage_named(file):
         if reader := READERS.get(kind(file)):
-            with _open(file, read) as stream:
-                yield from reader(file, stream)
+            with opened(file, read, place.offset) as stream:
+                yield from reader(file, stream, place)
         else:
-            text, is_long = TextFile(file, read), file.stat().st_size > CHUNK or file.suffix == ".gz"
-            yield {text_field: text if is_long else "".join(text)}, 0
+            size, text = size_of(file), TextFile(file, read, place.begin)
+            is_long = size is None or size > CHUNK or base_name(file).suffix == ".gz"
+            yield {text_field: text if is_long else "".join(text)}, 0, 0
 
 
 @contextlib.contextmanager
-def _damage_named(file: Path) -> Iterator[None]:
+def _damage_named(file: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
@@ -285,18 +345,22 @@ def _damage_named(file: Path) -> Iterator[None]:
         ) from None
     except EOFError:
         raise UserError(f"{file}: ends in the middle; fetch it again") from None
-    except (OSError, zlib.error) as error:
+    except Exception as error:  # at an address, of any library
+        if isinstance(error, UserError) or not (is_address(file) or isinstance(error, OSError | zlib.error)):
+            raise
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{file}: cannot be read ({reason}); correct its permissions, or fetch it again") from None
 
 
-def _lines(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
-    for number, line in enumerate(stream, start=1):
+def _lines(file: str, stream: IO[bytes], place: Place) -> Entries:
+    offset = place.offset
+    for number, line in enumerate(stream, start=place.line):
         if line.strip():
-            yield _object(_json(line.strip(), file, number), file, number), number
+            yield _object(_json(line.strip(), file, number), file, number), number, offset
+        offset += len(line)
 
 
-def _array(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
+def _array(file: str, stream: IO[bytes], place: Place) -> Entries:
     entries = _json(stream.read(), file)
     if isinstance(entries, dict):
         lists = [value for value in entries.values() if isinstance(value, list)]
@@ -307,11 +371,11 @@ def _array(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
             f"{file}: wanted an array of objects, found a {type(entries).__name__}; write it so, or as JSONL, one "
             "object a line"
         )
-    for number, entry in enumerate(entries, start=1):
-        yield _object(entry, file, number), number
+    for number, entry in enumerate(islice(entries, place.line - 1, None), start=place.line):
+        yield _object(entry, file, number), number, 0
 
 
-def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
+def _json(text: bytes, file: str, first_line: int = 1) -> Any:
     try:
         value = load_json(text)
         if b"\\ud" in text or b"\\uD" in text:  # half of a surrogate pair is no character, and no tokenizer takes it
@@ -322,7 +386,7 @@ def _json(text: bytes, file: Path, first_line: int = 1) -> Any:
         raise UserError(f"{file}, line {line}: not valid JSON ({one_line(error)}); correct that line") from None
 
 
-def _rows(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
+def _rows(file: str, stream: IO[bytes], place: Place) -> Entries:
     csv.field_size_limit(sys.maxsize)
     # Some spreadsheets write a byte order mark before the header.
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
@@ -330,58 +394,84 @@ def _rows(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
         head = next(rows, [])
         try:
             for row in rows:
-                if not row:
+                if not row or rows.line_num < place.line:
                     continue
                 if len(row) != len(head):
                     problem = f"{len(row)} fields under a head of {len(head)}"
                     raise UserError(f"{file}, line {rows.line_num}: {problem}; correct it")
-                yield dict(zip(head, row, strict=True)), rows.line_num
+                yield dict(zip(head, row, strict=True)), rows.line_num, 0
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}: not valid CSV ({error}); correct that line") from None
 
 
-def _table(file: Path, stream: IO[bytes]) -> Iterator[tuple[Fields, int]]:
+def _table(file: str, stream: IO[bytes], place: Place) -> Entries:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     refused = explained(f"{file}: not a Parquet file", "fetch it again", ArrowException, cut_line)
     # Buffered: otherwise a group of rows is read whole, which may be a file.
     with refused, ParquetFile(stream, buffer_size=CHUNK) as table:
-        rows = (row for batch in table.iter_batches(batch_size=64) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield row, number
+        groups, first = range(table.num_row_groups), 1
+        while groups and first + (size := table.metadata.row_group(groups[0]).num_rows) <= place.line:
+            groups, first = groups[1:], first + size
+        batches = table.iter_batches(batch_size=64, row_groups=list(groups))
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=first):
+            if number >= place.line:
+                yield row, number, 0
 
 
-READERS: dict[str, Callable[[Path, IO[bytes]], Iterator[tuple[Fields, int]]]] = {
+def _members(file: str, stream: IO[bytes], place: Place) -> Entries:
+    """Yield the samples of a WebDataset: the fields of their .json, and members by extension; pictures as `images`."""
+    refused = explained(f"{file}: not a tar file", "fetch it again", tarfile.TarError, cut_line)
+    with refused, tarfile.open(fileobj=stream, mode="r|", bufsize=2**16) as archive:
+        key, members, number, offset = "", dict[str, bytes](), place.line, 0
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+            if not member.isfile():
+                continue
+            folder, _, name = member.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            if not stem or not extension:
+                raise UserError(f"{file}: {member.name} has no extension, which names a field; leave it out")
+            if members and key != f"{folder}/{stem}":
+                yield _sample(members, file, number), number, offset
+                members, number = {}, number + 1
+            if not members:
+                key, offset = f"{folder}/{stem}", place.offset + member.offset
+            content = archive.extractfile(member)
+            assert content is not None
+            members[extension.lower()] = content.read()
+        if members:
+            yield _sample(members, file, number), number, offset
+
+
+def _sample(members: dict[str, bytes], file: str, number: int) -> Fields:
+    fields, pictures = Fields(members), list[bytes]()
+    for extension, data in members.items():
+        match extension.rpartition(".")[2]:
+            case "json":
+                fields |= _object(_json(data, file, number), file, number)
+            case "txt" | "text" | "md" | "html":
+                problem = f"{where(file, number)}: its .{extension} is not UTF-8"
+                with explained(problem, "convert it, or leave it out", UnicodeDecodeError, cut_line):
+                    fields[extension] = data.decode()
+            case "jpg" | "jpeg" | "png" | "webp" | "gif":
+                pictures.append(data)
+    return {"images": pictures, **fields} if pictures else fields
+
+
+READERS: dict[str, Callable[[str, IO[bytes], Place], Entries]] = {
     ".jsonl": _lines,
     ".json": _array,
     ".csv": _rows,
     ".parquet": _table,
+    ".tar": _members,
 }
 """Readers of files of records; every other file is text."""
-LINES, ARRAYS = (".jsonl", ".parquet"), (".json", ".csv")
+LINES, ARRAYS = (".jsonl", ".parquet", ".tar"), (".json", ".csv")
 
 
-class _CountedFile(io.FileIO):
-    """A file that adds the bytes that are read of it to a count."""
-
-    def __init__(self, file: Path, read: list[int]) -> None:
-        super().__init__(file)
-        self._count = read
-
-    def readinto(self, buffer: Any) -> int | None:
-        size = super().readinto(buffer)
-        self._count[0] += size or 0
-        return size
-
-
-@contextlib.contextmanager
-def _open(file: Path, read: list[int]) -> Iterator[IO[bytes]]:
-    with io.BufferedReader(_CountedFile(file, read), CHUNK) as stream:
-        yield gzip.GzipFile(fileobj=stream) if file.suffix == ".gz" else stream  # type: ignore[misc]
-
-
-def _object(entry: Any, file: Path, number: int) -> Fields:
+def _object(entry: Any, file: str, number: int) -> Fields:
     if not isinstance(entry, dict):
-        raise UserError(f"{place(str(file), number)}: wanted an object, found a {type(entry).__name__}; correct it")
+        raise UserError(f"{where(file, number)}: wanted an object, found a {type(entry).__name__}; correct it")
     return entry

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from trueshard.errors import explained
 from trueshard.train.data.batches import Document, Ids, Sample, all_targets, sequence, span
 from trueshard.train.data.formats import Format
-from trueshard.train.data.sources import place
+from trueshard.train.data.sources import where
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class StoredSamples:
     def where(self, index: int) -> str:
         with damage_named(self._folder):
             origins = (self._places[number].tolist() for number in self._documents(index))
-            return span([place(self._files[source][file], line) for source, file, line, _ in origins])
+            return span([where(self._files[source][file], line) for source, file, line, _ in origins])
 
     def _documents(self, index: int) -> Sequence[int]:
         if self._joined:
