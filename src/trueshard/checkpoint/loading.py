@@ -373,12 +373,16 @@ class OptimizerLoad:
         for group, value in self.settings:
             group.update(copy.deepcopy(self.catalogue.value(value)))
         loaded = {}
+        settings = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         for key, value in self.parts:
             tensors = {}
+            group = settings.get(id(key), {})
+            counts = "cpu" if not (group.get("fused") or group.get("capturable")) else None
             for path, where in located(value):
                 entry = self.catalogue.entries[where]
                 is_parameter = isinstance(key, torch.Tensor)
-                tensors[where] = _like(entry, path, key, self.roles.get(id(key))) if is_parameter else entry.empty()
+                role = self.roles.get(id(key))
+                tensors[where] = _like(entry, path, key, role, counts) if is_parameter else entry.empty()
                 self.catalogue.fill_together(where, tensors[where], failures)
             loaded[key] = join(value, tensors.__getitem__)
         self.optimizer.state.update(loaded)
@@ -401,7 +405,8 @@ class OptimizerLoad:
                 if role is None or role.is_mine is not False:
                     self.parts.append((parameter, value))
                 for path, key in located(value):
-                    self.templates.append((key, _like(self.catalogue.entries[key], path, parameter, role, meta=True)))
+                    like = _like(self.catalogue.entries[key], path, parameter, role, None, meta=True)
+                    self.templates.append((key, like))
 
     def _match_groups(self, prefix: str, saved: Any, name_of: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:
         left = list(saved)
@@ -429,9 +434,18 @@ class OptimizerLoad:
 
 
 def _like(
-    entry: TensorEntry, path: tuple[Any, ...], parameter: torch.Tensor, role: Role | None, meta: bool = False
+    entry: TensorEntry,
+    path: tuple[Any, ...],
+    parameter: torch.Tensor,
+    role: Role | None,
+    counts: str | None,
+    meta: bool = False,
 ) -> torch.Tensor:
-    """Make a tensor for ``entry``, sharded and placed as the optimizer itself would hold it, or on the meta device."""
+    """Make a tensor for ``entry``, sharded and placed as the optimizer itself would hold it, or on the meta device.
+
+    ``counts``: the device of a count of steps; None: the parameter's, where the kernels of fused and capturable
+    optimizers read it, without a check.
+    """
     local = _torch.local(parameter)
     device: Any = "meta" if meta else local.device
     if role is not None and role.is_mine is None and isinstance(parameter, DTensor):
@@ -441,5 +455,5 @@ def _like(
             memory = full.new_empty(shape, device=device)
             return _torch.dtensor_over(memory, parameter, full.shape, full.stride())
     if not meta and not entry.shape and path[-1:] == ("step",):
-        device = "cpu"  # where torch's optimizers keep it, unless capturable or fused
+        device = counts or device
     return entry.empty(device)
