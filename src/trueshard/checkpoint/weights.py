@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.format import floating_dtype
+from trueshard.distributed import device_of
 from trueshard.model import names
 from trueshard.sharding.copying import copy_modules, on_meta
 from trueshard.sharding.engine import sharded
-from trueshard.sharding.gathering import gather_each, settle
+from trueshard.sharding.gathering import gather_each, on_this_stream, settle
 from trueshard.sharding.hooks import Runtime
 
 Place = tuple[nn.Module, str]
@@ -57,7 +58,7 @@ def weights(
 
     Returns:
         A generator of (names, tensors), of equal length. Tensors are on the device that computes, and valid until the
-        iterator goes on.
+        iterator goes on, also where that is done on another stream than the one that is current now.
 
     Raises:
         ValueError: the model is not sharded, an argument is wrong, or PEFT cannot merge the adapter.
@@ -105,7 +106,9 @@ def weights(
         if last:
             yield finished(last)
 
-    return batches()  # what is wrong is raised by the call, before the first batch
+    return on_this_stream(
+        batches(), device_of(runtime.mesh)
+    )  # what is wrong is raised by the call, before the first batch
 
 
 def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:

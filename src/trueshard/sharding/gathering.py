@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from trueshard.sharding.copying import copy_modules
 from trueshard.sharding.engine import sharded
 from trueshard.sharding.hooks import Runtime
 
+Item = TypeVar("Item")
 Model = TypeVar("Model", bound=nn.Module)
 
 _OWN = frozenset(nn.Module().__dict__)
@@ -220,6 +221,31 @@ def gather_each(runtime: Runtime, units: Iterable[ShardedModule]) -> Iterator[Sh
         finally:
             if unit not in before:
                 unit.reshard()
+
+
+def on_this_stream(items: Generator[Item, None, None], device: torch.device) -> Generator[Item, None, None]:
+    """Run a generator's body on the stream of now, whichever is current where somebody asks for the next item.
+
+    That stream waits for the item, and its memory for that stream. Else the rest of a unit is read on a stream that
+    does not know of the unit's collective: vLLM asks for weights on two streams in turn.
+    """
+    return items if device.type == "cpu" else _on_stream(items, torch.accelerator.current_stream(device))
+
+
+def _on_stream(items: Generator[Item, None, None], own: torch.Stream) -> Generator[Item, None, None]:
+    consumer = own
+    with contextlib.closing(items):
+        while True:
+            own.wait_stream(consumer)
+            with own:
+                item = next(items, None)
+            if item is None:
+                return
+            consumer = torch.accelerator.current_stream(own.device)
+            consumer.wait_stream(own)
+            for tensor in _torch.tensors_in(item):
+                tensor.record_stream(consumer)
+            yield item
 
 
 def settle(runtime: Runtime) -> None:

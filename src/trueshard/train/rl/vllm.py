@@ -20,7 +20,7 @@ import secrets
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from trueshard.distributed import device_of
 from trueshard.errors import UserError, explained
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
+from trueshard.sharding.gathering import on_this_stream
 from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.engine import ends_of, probe_bound, probes
 from trueshard.train.rl.policy import PolicyLoss
@@ -334,6 +335,20 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             file.write(as_bytes(tensors[key].to("cpu", copy=True)))  # numpy would pin the gathered memory
 
 
+def copied_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator of (name, a copy) of all weights, each valid as long as it is held. Collective.
+
+    vLLM packs many into a buffer after it has asked for the last one of them, on two streams in turn.
+    """
+
+    def pairs() -> Generator[tuple[str, torch.Tensor], None, None]:
+        for keys, tensors in weights(model, naming="hub"):
+            for key, tensor in zip(keys, tensors, strict=True):
+                yield key, tensor.clone()
+
+    return on_this_stream(pairs(), device_of(sharded(model).mesh))
+
+
 class Transfer:
     """Sends weights from the GPU of rank 0 to the server's, over NCCL, through vLLM's own interface.
 
@@ -371,8 +386,7 @@ class Transfer:
                 self._engine.shutdown()
 
     def _send(self) -> None:
-        # vLLM packs many into a buffer after it has asked for the last one of them.
-        pairs = self._pairs = ((name, tensor.clone()) for name, tensor in self)
+        pairs = self._pairs = copied_weights(self._model)
         try:
             if rank_and_ranks()[0] == 0:
                 self._server.ask("/pause?mode=wait", {})
