@@ -96,6 +96,9 @@ def find_every_inf(ours: Ours) -> Undo:
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found_inf, *rest = args
+    if found_inf.device.type == "cpu" and torch.accelerator.is_available():
+        # Gradients that are offloaded: the scaler has sent it and the scale to the host without waiting for them.
+        torch.accelerator.current_stream().synchronize()
     operator([local(grad) for grad in grads], found_inf, *rest, **kwargs)
     placed = {(g.device_mesh, g.placements): None for g in grads if isinstance(g, DTensor)}
     over = {(m, d): m.size(d) for m, placements in placed for d, p in enumerate(placements) if not p.is_replicate()}

@@ -56,7 +56,8 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def to_device(value: Any, device: torch.device | str) -> Any:
     """Return ``value`` with its tensors on a device, as ``mapped`` does it."""
-    return mapped(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+    ahead = torch.device(device).type != "cpu"  # a copy to the host has to be waited for
+    return mapped(lambda leaf: leaf.to(device, non_blocking=ahead) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def call_with_gradient(tensor: torch.Tensor, function: Callable[[torch.Tensor | None], Any]) -> None:
