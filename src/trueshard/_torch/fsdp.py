@@ -353,7 +353,8 @@ def align_gradients(root: nn.Module) -> None:
 
     FSDP2 cuts them from one tensor, and products of small matrices round by where a matrix begins (MKL).
     """
-    _separate_gradients(_parameters_below(root), torch.clone)
+    # Offloaded ones have memory of their own, which a copy fills that is on its way still.
+    _separate_gradients((p for p in _parameters_below(root) if not p.offload_to_cpu), torch.clone)
 
 
 def _separate_gradients(parameters: Iterable[Any], separated: Callable[[torch.Tensor], torch.Tensor]) -> None:
