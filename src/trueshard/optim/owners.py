@@ -315,7 +315,7 @@ def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decouple
     for member, part in batch.parts(arrival):
         if decoupled[member.place[0]]:
             group = groups[member.place[0]]
-            member.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(part)
+            member.local.mul_(1 - group["lr"] * group["weight_decay"]).add_(part.to(member.local.device))
         else:
             member.local.copy_(part)
             member.note()
