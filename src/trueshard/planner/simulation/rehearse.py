@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
-from trueshard.checkpoint.materialise import give_memory
+from trueshard.checkpoint.materialise import HOST, give_memory
 from trueshard.model import names
 from trueshard.planner.forecasting import MICROBATCHES
 from trueshard.planner.hardware import Hardware
@@ -212,10 +212,11 @@ def ready(job: Job, mesh: DeviceMesh, device: torch.device) -> Callable[[], None
 @torch.no_grad()
 def _materialise(root: nn.Module, device: torch.device) -> None:
     """Allocate a model that was sharded on the meta device, and fill it; parameters stay the same objects."""
+    offloaded = _torch.offloaded(root)
     for kind in ("parameters", "buffers"):
         for held in names.held_tensors(root, kind):
             if held.tensor.is_meta:
-                give_memory(held.tensor, None, device)
+                give_memory(held.tensor, None, HOST if id(held.tensor) in offloaded else device)
                 _fill(_torch.local(held.tensor), kind)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
