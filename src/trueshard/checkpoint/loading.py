@@ -92,7 +92,8 @@ def load(
     options = {"strict": strict, "verify": verify, "rng": rng, "convert": convert, "allow_pickle": allow_pickle}
     with timed(f"load of {path}"):
         renaming = names.get if isinstance(names, Mapping) else names
-        return LoadJob(state.group_of(model), options, renaming, more).run(path, model, optimizer)
+        with torch.device("cpu"):  # the user's default, where it is another, is not meant for tables and buffers
+            return LoadJob(state.group_of(model), options, renaming, more).run(path, model, optimizer)
 
 
 class Found(dict[str, Any]):
