@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import forks
 from messages import lacking
@@ -142,6 +143,14 @@ def test_allocator_that_has_no_more_is_recognised() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has …"), True),
         (MemoryError(), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            dist.DistBackendError("NCCL error: unhandled cuda error. Last error: Failed to CUDA calloc 6291456 bytes"),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),
     ],

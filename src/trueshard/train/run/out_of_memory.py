@@ -74,10 +74,20 @@ class MemoryMeter:
         return Shortage(rank, used, _requested(str(error)), available)
 
 
+_REFUSALS = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+    "Cuda failure 2 'out of memory'",
+)
+"""Words of errors that have no type of their own: of the CPU's allocator, of pinned memory, of cuBLAS and of NCCL."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if the error is an allocator's that had nothing more to give."""
-    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    refused = isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSALS)
+    return refused or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _requested(message: str) -> int:
