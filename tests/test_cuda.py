@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 
 import trueshard
 from cases import on
-from gathering import parameters
+from gathering import parameters, whole
 from models import CASES, rows
 from parity import DEVICE, Pool, Ranks, assert_same
+from planning import Setting
 from stepping import accumulate
 from trueshard import _torch
+from trueshard.planner.hardware import hardware
+from trueshard.planner.simulation.rehearse import rehearse
+from trueshard.train.rl.vllm import copied_weights
 
 if DEVICE != "cuda":
     pytest.skip("runs on a CUDA device: `make cuda` emulates one", allow_module_level=True)
@@ -97,9 +103,12 @@ TRAINING: dict[str, tuple[Any, ...]] = {
     "AdamW, offloaded": (adamw, {"offload": "cpu"}),
     "AdamW, exact": (adamw, {"exact": True}),
     "Muon": (muon, {}),
+    "Muon, offloaded": (muon, {"offload": "cpu"}),
     "Adafactor": (adafactor, {}),
     "a hook": (adamw, {}, "llama", halve_a_gradient),
+    "a hook, offloaded": (adamw, {"offload": "cpu"}, "llama", halve_a_gradient),
     "experts": (adamw, {}, "qwen3_moe"),
+    "experts, offloaded": (adamw, {"offload": "cpu"}, "qwen3_moe"),
     "tensor": (adamw, {"tensor": 2}),
     "tensor and sequence": (adamw, {"tensor": {"ranks": 2, "sequence": True}}),
     "replicas": (adamw, {"mesh": ("replicate", "shard")}),
@@ -111,6 +120,11 @@ SHORT = {"AdamW, offloaded"}
 @pytest.mark.parametrize("feature", [each if each in SHORT else pytest.param(each, marks=rest) for each in TRAINING])
 def test_training(devices: Ranks, feature: str) -> None:
     devices.run(trains_alike, *TRAINING[feature], timeout=120.0)
+
+
+@rest
+def test_training_exactly_and_offloaded_on_one_device(pool: Pool) -> None:
+    Ranks(1, pool).run(trains_alike, adamw, {"exact": True, "offload": "cpu"})
 
 
 RINGS = [(torch.float32, 20), (torch.float32, 64), (torch.bfloat16, 20)]
@@ -138,3 +152,124 @@ def test_ring_attention(rank: int, world_size: int, balanced: bool) -> None:
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@rest
+@pytest.mark.parametrize("setting", ["fused", "capturable", "foreach"])
+@on("devices")
+def test_resuming_puts_counts_of_steps_where_the_kernel_reads_them(
+    rank: int, world_size: int, tmp_path: Path, setting: str
+) -> None:
+    """A fused kernel reads them on the device without a check."""
+    models = []
+    for seed in (0, 1):
+        model = CASES["llama"].build(seed).cuda()
+        (optimizer,) = adamw(model, **{setting: True})
+        trueshard.shard(model, optimizer)
+        models.append((model, optimizer))
+    (model, optimizer), (other, its) = models
+    train("llama", model, [optimizer], (rank, world_size))
+    trueshard.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    trueshard.load(tmp_path / "saved", model=other, optimizer=its)
+    devices = [{state["step"].device for state in each.state.values()} for each in (optimizer, its)]
+    assert devices[0] == devices[1]
+    train("llama", model, [optimizer], (rank, world_size))
+    train("llama", other, [its], (rank, world_size))
+    assert_same(parameters(other), parameters(model))
+
+
+@rest
+@on("devices")
+def test_a_scaler_finds_an_infinite_gradient_of_offloaded_shards(rank: int, world_size: int) -> None:
+    """The scale and what was found travel to the host as the scaler sends them: without waiting."""
+    case = CASES["llama"]
+    model = case.build(0).cuda()
+    (optimizer,) = adamw(model)
+    trueshard.shard(model, optimizer, offload="cpu", mixed_precision="fp16")
+    scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
+    batch = {key: value.cuda() for key, value in rows(case.batch(SAMPLES, 0), rank, world_size).items()}
+    losses = []
+    for step in range(4):
+        loss = case.loss(model, batch)
+        scaler.scale(loss).backward()
+        if step == 1 and rank == 0:
+            next(model.parameters()).grad.to_local().view(-1)[0] = torch.inf
+        before = parameters(model)
+        scaler.unscale_(optimizer)
+        trueshard.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 1:
+            assert_same(parameters(model), before)
+            assert scaler.get_scale() == 32.0
+        losses.append(loss.item())
+    assert losses[3] < losses[0]
+
+
+@rest
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@on("devices")
+def test_parameters_are_written_to_and_compared(rank: int, world_size: int, offload: str) -> None:
+    model = CASES["llama"].build(0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = model.get_parameter(name).detach().clone()
+    trueshard.shard(model.cuda(), offload=offload)
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        assert (parameter - before.to(parameter.device)).abs().sum().item() == 0
+        parameter[0] = 1.0
+        before[0] = 1.0
+        assert_same(parameters(model)[name], before)
+        parameter.copy_(2 * before.to(parameter.device))
+        assert_same(parameters(model)[name], 2 * before)
+        parameter.data = before.to(parameter.device)
+        parameter.add_(before.to(parameter.device))
+        assert_same(parameters(model)[name], 2 * before)
+        parameter.normal_()
+    assert parameter.to_local().device.type == ("cpu" if offload == "cpu" else "cuda")
+
+
+@rest
+@on("devices")
+def test_weights_are_read_on_side_streams(rank: int, world_size: int) -> None:
+    """As vLLM's producer does it: it asks for the next tensor inside one of two streams, in turn."""
+    model = CASES["llama"].build(0).cuda()
+    optimizers = adamw(model)
+    trueshard.shard(model, *optimizers)
+    train("llama", model, optimizers, (rank, world_size))
+    expected, read = parameters(model), {}
+    pairs = copied_weights(model)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for number in itertools.count():
+        stream = streams[number % 2]
+        stream.synchronize()
+        with torch.cuda.stream(stream):
+            some = list(itertools.islice(pairs, 3))
+            read |= {name: tensor.clone() for name, tensor in some}
+        if not some:
+            break
+    torch.cuda.synchronize()
+    assert_same(whole(read), {name: expected[name] for name in read})
+    train("llama", model, optimizers, (rank, world_size))
+
+
+@rest
+@on("devices")
+def test_checkpoints_beside_a_default_device(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = CASES["llama"].build(0).cuda()
+    (optimizer,) = adamw(model)
+    trueshard.shard(model, optimizer)
+    train("llama", model, [optimizer], (rank, world_size))
+    expected = parameters(model)
+    torch.set_default_device("cuda")
+    trueshard.save(tmp_path / "saved", model=model, optimizer=optimizer, wait=False).wait()
+    trueshard.load(tmp_path / "saved", model=model, optimizer=optimizer)
+    torch.set_default_device(None)
+    assert_same(parameters(model), expected)
+
+
+@rest
+def test_an_offloaded_job_is_rehearsed() -> None:
+    job = Setting("perceptron", words={"offload": "cpu"}).job()
+    assert rehearse(job, hardware("h100")).seconds.measured > 0
