@@ -12,6 +12,7 @@ import datetime
 import functools
 import math
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.Store | None = None) -> None:
     """Initialise the default process group if the user has not; ``store``: where launched ranks meet.
 
-    Raises RuntimeError if the environment describes a launcher only in part.
+    Raises RuntimeError if the environment describes a launcher only in part, DeviceError if ranks share an accelerator.
     """
     if dist.is_initialized():
         return
@@ -48,14 +49,56 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
     launched = not missing
     backend = "gloo"
     if accelerator is not None:
-        if launched and "LOCAL_RANK" in os.environ:
-            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        if launched:
+            torch.accelerator.set_device_index(own_device(os.environ))
         # Both: what rests on the CPU (offload) is reduced there.
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
     rank, ranks = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else (0, 1)
     store = store if launched else dist.HashStore()
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
     atexit.register(_close)
+    if accelerator is not None and ranks > 1:
+        _meet_on(accelerator.type)
+
+
+class DeviceError(RuntimeError):
+    """A process has no accelerator to itself; the message says how to give it one."""
+
+
+def own_device(environment: Mapping[str, str]) -> int:
+    """Return the index of the accelerator that a launcher meant for this process.
+
+    A scheduler (Slurm's ``--gpus-per-task``, Kubernetes, MIG) may let each process see its own alone: the first,
+    whatever its rank. Raises DeviceError if there are fewer than processes.
+    """
+    count, rank = torch.accelerator.device_count(), environment.get("RANK", "0")
+    index = 0 if count == 1 else int(environment.get("LOCAL_RANK", rank))
+    if index >= count:
+        raise DeviceError(
+            f"rank {rank}: this machine has {count} devices, and LOCAL_RANK is "
+            f"{environment.get('LOCAL_RANK', 'not set')}; start one process for each device"
+        )
+    return index
+
+
+def _meet_on(kind: str) -> None:
+    """Let all ranks use their accelerators together once, so that a wrong one shows now and not in a step.
+
+    Not by ``device_id``: with it each new group is split off the first one, in which ranks outside the group take part.
+    Raises DeviceError, on all ranks, if two have the same one.
+    """
+    index = torch.accelerator.current_device_index()
+    properties: Any = torch.get_device_module(kind).get_device_properties(index)
+    owners: list[Any] = [None] * dist.get_world_size()
+    # Two processes that see one device each may see the same one, and only its identifier tells.
+    dist.all_gather_object(owners, (platform.node(), str(getattr(properties, "uuid", index))))
+    for rank, owner in enumerate(owners):
+        if (first := owners.index(owner)) != rank:
+            raise DeviceError(
+                f"ranks {first} and {rank} have the same device ({owner[1]} of {owner[0]}): start one process for each "
+                "device, or let each see another one (CUDA_VISIBLE_DEVICES)"
+            )
+    dist.all_reduce(torch.zeros(1, device=torch.device(kind, index)))
 
 
 def in_thread(work: Callable[[], Any]) -> Future[Any]:
@@ -315,8 +358,9 @@ def _device_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"
-    # A group that the user made for the CPU only cannot gather on the accelerator.
-    usable = accelerator.type in str(dist.get_backend_config()) or dist.get_backend() != "gloo"
+    # A user's own group for the CPU says "cpu:gloo,cuda:gloo", as if it could gather on the accelerator.
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    usable = backends.get(accelerator.type, "gloo") != "gloo"
     return accelerator.type if usable else "cpu"
 
 

@@ -14,9 +14,9 @@ TOTAL = int(os.environ.get(MEMORY, 79 * 2**30))
 Properties = namedtuple(
     "Properties",
     "name total_memory multi_processor_count major minor warp_size max_threads_per_multi_processor "
-    "regs_per_multiprocessor shared_memory_per_block L2_cache_size gcnArchName is_integrated",
+    "regs_per_multiprocessor shared_memory_per_block L2_cache_size gcnArchName is_integrated uuid",
 )
-PROPERTIES = Properties("NVIDIA H100 80GB HBM3", TOTAL, 132, 9, 0, 32, 2048, 65536, 49152, 50 << 20, "", 0)
+PROPERTIES = Properties("NVIDIA H100 80GB HBM3", TOTAL, 132, 9, 0, 32, 2048, 65536, 49152, 50 << 20, "", 0, "")
 cuda: Any = torch.cuda
 
 
@@ -60,6 +60,12 @@ def _adopt_private(library: Any) -> None:
         setattr(torch._C, f"_cuda_{name}", value)
 
 
+def _uuid(index: int) -> str:
+    """Return the identifier of a device, which processes that see other devices count otherwise."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return f"GPU-{visible[index] if index < len(visible) and visible[index] else index}"
+
+
 def _adopt_devices(library: Any) -> None:
     is_in_bad_fork = False
 
@@ -91,7 +97,7 @@ def _adopt_devices(library: Any) -> None:
     cuda.current_device = lambda: library.emulated_device()
     cuda.set_device = set_device
     cuda.synchronize = lambda device=None: library.emulated_synchronize()
-    cuda.get_device_properties = lambda device=None: PROPERTIES
+    cuda.get_device_properties = lambda device=None: PROPERTIES._replace(uuid=_uuid(_index(device)))
     cuda.get_device_name = lambda device=None: PROPERTIES.name
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
     cuda.is_bf16_supported = lambda including_emulation=True: True

@@ -240,8 +240,6 @@ def work(folder: str, run: str) -> None:
         source, limit = case.source, case.timeout * COLLECTIVE
         torch.set_num_threads(case.threads)
         faulthandler.dump_traceback_later(limit / 2, repeat=True)  # for whoever waits for this rank in vain
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         store = dist.FileStore(str(case.folder / f"{run}.store"), ranks)
         ensure_process_group(datetime.timedelta(seconds=limit), store)
         result = getattr(runs, run)(case.on_other_ranks() if run == "restored" else case, progress)

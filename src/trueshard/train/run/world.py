@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trueshard.distributed import ensure_process_group, in_thread
+from trueshard.distributed import DeviceError, ensure_process_group, in_thread, own_device
 from trueshard.errors import UserError, with_kind
 from trueshard.machine import cpu_cores
 
@@ -101,17 +101,8 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
     if "RANK" not in environment:
         environment.update(torch_variables(environment))
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    local_rank = int(environment.get("LOCAL_RANK", rank))
     local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {rank}: this machine has {torch.cuda.device_count()} CUDA devices for {local_size} processes; "
-                "start one process for each device"
-            )
-        device = torch.device("cuda", local_rank)
-    else:
-        device = torch.device("cpu")
+    if not torch.cuda.is_available():
         torch.set_num_threads(max(1, cpu_cores() // local_size))
     is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
     limit = datetime.timedelta(seconds=timeout)
@@ -119,7 +110,11 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
     store: dist.Store = meet(environment, rank, timeout, holds=rank == 0 and not is_shared)
     if is_shared and not is_ours:
         store = agreed_store(store, rank, size, timeout)
-    ensure_process_group(limit, store)
+    try:
+        ensure_process_group(limit, store)
+    except DeviceError as error:
+        raise UserError(str(error)) from None
+    device = torch.device("cuda", own_device(environment)) if torch.cuda.is_available() else torch.device("cpu")
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     by_one = "TORCHELASTIC_RUN_ID" in environment and not is_ours and local_size == size
     return World(rank, size, local_size, device, is_ours, ends_agent=count < most, by_one_torchrun=by_one)
