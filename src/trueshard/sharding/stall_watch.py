@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ _WAITS = {"meet"}
 """Functions of TrueShard that wait for the others without a collective."""
 _CALLED = {"shard", "save", "load", "accumulate", "clip_grad_norm_", "step", "generate", "full_tensor", "gathered"}
 """Functions for users that have collectives and are neither forward nor backward."""
+ON_DEVICE = "work that the device has not ended"
+"""Said for a collective where the host has begun it and stands elsewhere."""
 _KEY = "trueshard/waiting"
 _watched: Any = None
 """The process group whose ranks are watched."""
@@ -82,7 +84,8 @@ def watch_ranks() -> None:
     except (AttributeError, RuntimeError):  # an older torch, or a kind of store without: nothing is said then
         return
     _watched = world
-    arguments = world, store, dist.get_rank(), dist.get_world_size(), threading.get_ident()
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    arguments = world, store, dist.get_rank(), dist.get_world_size(), threading.get_ident(), device
     threading.Thread(target=_watch, args=arguments, name="trueshard-waiting", daemon=True).start()
 
 
@@ -91,7 +94,7 @@ def time_limit(group: Any) -> timedelta:
     return _torch.timeout_of(group) or timedelta(minutes=30)
 
 
-def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
+def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int, device: int | None) -> None:
     """Look where ``thread`` of this rank is until the process group or the store is gone."""
     limit = time_limit(group).total_seconds()
     patience = min(PATIENCE, limit / 3)
@@ -101,14 +104,17 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int) -> None:
     process, look = f"process {os.getpid()} on {socket.gethostname()}", 0
     try:
         while dist.group.WORLD is group:
-            place, look = place_of(sys._current_frames().get(thread), _torch.collectives_begun()), look + 1
+            frames, look = sys._current_frames(), look + 1
+            others = [frame for number, frame in frames.items() if number not in (thread, threading.get_ident())]
+            place = place_of(frames.get(thread), _torch.collectives_begun(), others, is_busy=device_is_busy(device))
             waited = time.monotonic() - since
             store.set(f"{_KEY}/{rank}", json.dumps([look, process, *dataclasses.astuple(place)]))
             if place != here:
                 here, since, due, asked = place, time.monotonic(), [limit - 5 * pause, patience], None
             elif asked is not None and look == asked[0] + 2:
-                words = described(_places(asked[2], _reports(store, ranks)))
-                logger.warning("ranks have waited for %.0f s: %s%s", waited, words, asked[1])
+                places = _places(asked[2], _reports(store, ranks))
+                if asked[1] or not _are_all_busy(places):
+                    logger.warning("ranks have waited for %.0f s: %s%s", waited, described(places), asked[1])
             elif place.collective and due and waited >= due[-1]:
                 if not _answers(store, 2 * pause):
                     if rank == 1:  # of all, one says it; rank 0 has the store, where no launcher has it
@@ -144,8 +150,29 @@ def _places(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Plac
     return placed | {rank: dataclasses.replace(placed[rank], silent=now[rank][1]) for rank in silent}
 
 
-def place_of(frame: types.FrameType | None, calls: int) -> Place:
-    """Return where the thread with this innermost ``frame`` is; ``calls``: collectives that it has begun."""
+def device_is_busy(device: int | None) -> bool:
+    """Return whether an accelerator has work left, on the stream on which training runs; False without one."""
+    if device is None:
+        return False
+    # A thread's own current stream is the default one until it chooses another, and this thread chooses none.
+    return not torch.accelerator.current_stream(device).query()
+
+
+def _are_all_busy(places: Mapping[int, Place | None]) -> bool:
+    """Return whether all ranks have come equally far, and their devices work: a long step, and no rank is missing."""
+    first, *others = places.values()
+    return first is not None and first.collective == ON_DEVICE and all(place == first for place in others)
+
+
+def place_of(
+    frame: types.FrameType | None, calls: int, others: Iterable[types.FrameType] = (), *, is_busy: bool = False
+) -> Place:
+    """Return where the thread with this innermost ``frame`` is; ``calls``: collectives that it has begun.
+
+    ``others``: frames of other threads; on an accelerator backward has one of its own, in which units are gathered.
+    ``is_busy``: the device has work left. A collective of NCCL returns at once, and a rank that waits for others stands
+    where it needs a value from the device.
+    """
     collective = phase = called = ""
     unit = None
     for outer, _ in traceback.walk_stack(frame) if frame else ():
@@ -158,6 +185,11 @@ def place_of(frame: types.FrameType | None, calls: int) -> Place:
             called = f"{name}()"
         elif not phase and name in ("_engine_run_backward", "_call_impl"):
             phase = "backward" if name == "_engine_run_backward" else "forward"
+    if unit is None and phase == "backward":
+        stacks = (outer for other in others for outer, _ in traceback.walk_stack(other))
+        unit = next((inside for outer in stacks if (inside := _torch.unit_in(outer)) is not None), None)
+    if is_busy and not collective:
+        collective = ON_DEVICE
     return Place(calls, collective, unit, phase or called, user_line(frame))
 
 
