@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import forks
 from messages import lacking, naming
 from running import end, project, run, start
+from trueshard import launching
 from trueshard.errors import UserError
 from trueshard.train.run.checks import LOCK, held
 from trueshard.train.run.world import agreed_store, check_srun, launcher_of, meet, torch_variables
@@ -250,3 +252,21 @@ def test_folder_with_files_stays(tmp_path: Path) -> None:
     with held(tmp_path / "run"):
         (tmp_path / "run" / "config.json").write_text("{}")
     assert [each.name for each in (tmp_path / "run").iterdir()] == ["config.json"]
+
+
+IGNORES = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+@pytest.mark.rest
+def test_a_rank_that_takes_no_signal_ends_seconds_after_another_failed() -> None:
+    began = time.monotonic()
+    ended = launching.run_ranks([sys.executable, "-c", IGNORES], 2)
+    assert time.monotonic() - began < 2 * launching.LAST_WORDS + 10
+    assert ended.codes == {1: 3}

@@ -32,6 +32,8 @@ STOPPED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask a launcher to end."""
 
+LAST_WORDS = 5.0
+"""Seconds that ranks have to end after another has failed."""
 _POLL = 0.1
 """Seconds between two looks at the processes."""
 _TAIL = 100
@@ -151,7 +153,7 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
     while not received:
         first = {rank for rank, handler in context.subprocess_handlers.items() if handler.proc.poll()}
         if first:
-            _signal(context, signal.SIGCONT)
+            _end_others(context)
         result = context.wait(timeout=0)
         if result is not None:
             # Elastic sends SIGTERM to those that are left when one fails, and then SIGKILL.
@@ -169,6 +171,18 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
     while _running(context) and len(received) == 1 and time.monotonic() < deadline:
         time.sleep(_POLL)
     return Ended({}, received[0])
+
+
+def _end_others(context: Any) -> None:
+    """Give ranks that are left after a failure a few seconds. Elastic would give them 30.
+
+    One that waits in NCCL for who has failed runs no Python, so it takes no signal but SIGKILL.
+    """
+    _signal(context, signal.SIGTERM)
+    deadline = time.monotonic() + LAST_WORDS
+    while _running(context) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    _signal(context, signal.SIGKILL)
 
 
 def _running(context: Any) -> list[int]:

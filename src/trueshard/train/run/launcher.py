@@ -14,6 +14,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,8 @@ from trueshard.train.run.world import RUN_ID, check_srun, launcher_of
 if TYPE_CHECKING:
     from trueshard.train.run.replay import Replayed
 
+RECORDS = "nccl-records-rank-"
+"""Beginning of the names of the files in a run's folder in which NCCL's flight recorder leaves what it has."""
 STOP_GRACE = 600
 """Seconds the workers have to save after a stop was asked for."""
 
@@ -76,7 +79,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     restarts, most = 0, ready.config.run.restarts
     while True:
         kills = memory_kills()
-        ended = _launch(command, nproc)
+        ended = _launch(command, nproc, ready.folder)
         codes = ended.codes.values()
         if ended.signal is not None:
             return STOPPED
@@ -93,7 +96,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
             continue
         if final != FAILED:
             return final
-        why = _killed(ended, kills)
+        why = _killed(ended, kills, ready.folder)
         if restarts == most:
             if why:
                 _say(f"{why}; {_going_on(ready.config)}")
@@ -102,7 +105,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
         _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {most})")
 
 
-def _launch(arguments: Sequence[str], nproc: int) -> Ended:
+def _launch(arguments: Sequence[str], nproc: int, folder: Path) -> Ended:
     """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
     with explained("no port of localhost can be opened, at which ranks meet", "see `trueshard doctor`", RuntimeError):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -111,18 +114,37 @@ def _launch(arguments: Sequence[str], nproc: int) -> Ended:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": RUN_ID + uuid.uuid4().hex,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **{name: os.environ.get(name, value) for name, value in _nccl_variables(folder).items()},
     }
     command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
     return run_ranks(command, nproc, environment=environment, grace=STOP_GRACE)
 
 
-def _killed(ended: Ended, kills: int | None) -> str:
+def _nccl_variables(folder: Path) -> dict[str, str]:
+    """Return variables that let NCCL end a rank whose collective takes too long, and say first what each had begun."""
+    for record in folder.glob(f"{RECORDS}*"):  # of an earlier start
+        record.unlink()
+    recorded = (
+        {}
+        if not torch.cuda.is_available()
+        else {
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            **dict.fromkeys(
+                ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"
+            ),  # the latter of torch 2.11
+            **dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder / RECORDS)),
+        }
+    )
+    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorded}
+
+
+def _killed(ended: Ended, kills: int | None, folder: Path) -> str:
     """Say which ranks were ended by a signal, and so could not say it themselves; ``kills``: those before the run."""
+    records = f" (what each rank had begun is in {folder / RECORDS}*)" if any(folder.glob(f"{RECORDS}*")) else ""
     is_short = kills is None or memory_kills() != kills
     sender = "the machine may have run out of memory" if is_short else "from outside: the system killed none for memory"
     return "; ".join(
-        f"rank {rank} {how(code)}" + (f" ({sender})" if code == -signal.SIGKILL else "")
+        f"rank {rank} {how(code)}" + {-signal.SIGKILL: f" ({sender})", -signal.SIGABRT: records}.get(code, "")
         for rank, code in ended.codes.items()
         if code < 0
     )

@@ -165,6 +165,9 @@ def _fix_kernels(device: torch.device) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # Else every buffer of a gather or a reduction would be filled before it is written to.
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
 
 
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
