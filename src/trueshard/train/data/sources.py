@@ -108,10 +108,10 @@ class DataSource:
         """Iterate over all records from a place on, in order. Raises `UserError` for damaged input."""
         self.read[0] += sum(size_of(file) or 0 for file in self.files[: start.file] if not is_address(file))
         for number, file in enumerate(self.files[start.file :], start=start.file):
-            place = start if number == start.file else Place(number)
+            place, folder = start if number == start.file else Place(number), Path(file).parent
             for fields, line, offset in _read(file, self.text_field, self.read, place):
                 begin = place.begin if line == place.line or not line else 0
-                yield Record(fields, number, line, where(file, line), Path(file).parent, offset, begin)
+                yield Record(fields, number, line, where(file, line), folder, offset, begin)
 
     def size(self) -> int | None:
         """Return the bytes of all files, or None if unknown."""
