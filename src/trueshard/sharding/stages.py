@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trueshard.distributed import gather_objects
+from trueshard.distributed import all_reduce, device_of, gather_objects
 from trueshard.model import agreement, registry
 from trueshard.optim.ties import Tie, check_stages, tie_of
 from trueshard.sharding.hooks import Runtime
@@ -46,6 +46,8 @@ def tie_over(stages: DeviceMesh, parameters: Mapping[str, nn.Parameter | None]) 
         described = {name: None if p is None else _description(p) for name, p in parameters.items()}
     everyone = gather_objects(described, stages)
     _check_alike(everyone)
+    # NCCL makes the group's communicator in its first call, which all ranks have to make; copies travel between some.
+    all_reduce(torch.zeros((), device=device_of(stages)), stages)
     for (name, parameter), runtime in zip(parameters.items(), runtimes, strict=True):
         if parameter is not None and runtime is not None:
             holders = [number for number, theirs in enumerate(everyone) if theirs[name] is not None]
