@@ -275,7 +275,7 @@ class Stepping:
             else:
                 kwargs = {**kwargs, "closure": closure}
         if self._watches_random:
-            self._random = torch.get_rng_state()
+            self._random = _generators()
         local = [group.now(optimizer.state) for group in self._stand_ins]
         if is_seeded or owned:
             self._runs = StepRuns(optimizer)
@@ -311,7 +311,7 @@ class Stepping:
             self._swapped.close()
 
     def _check_random(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._watches_random and not torch.equal(self._random, torch.get_rng_state()):
+        if self._watches_random and self._random != _generators():
             self._watches_random = False
             warnings.warn(
                 f"{type(optimizer).__name__} drew random numbers in this step, which it did not when it was tried: "
@@ -415,7 +415,7 @@ class Stepping:
             self._follow(optimizer)
             self._show_local(optimizer, [group.now(optimizer.state) for group in self._stand_ins])
             if self._watches_random:
-                self._random = torch.get_rng_state()
+                self._random = _generators()
             return loss
 
         return wrapped
@@ -463,3 +463,10 @@ def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor()
     return each_in(value, lambda member, _: _gather(member))
+
+
+def _generators() -> list[bytes]:
+    """Return the states of torch's generators, of the CPU and of the accelerator at hand: neither is waited for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    modules = [torch] if accelerator is None else [torch, torch.get_device_module(accelerator)]
+    return [module.get_rng_state().numpy().tobytes() for module in modules if hasattr(module, "get_rng_state")]
