@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -273,3 +274,60 @@ def test_checkpoints_beside_a_default_device(rank: int, world_size: int, tmp_pat
 def test_an_offloaded_job_is_rehearsed() -> None:
     job = Setting("perceptron", words={"offload": "cpu"}).job()
     assert rehearse(job, hardware("h100")).seconds.measured > 0
+
+
+def tied_over_stages(rank: int, world_size: int) -> torch.Tensor:
+    mesh = init_device_mesh("cuda", (1, world_size), mesh_dim_names=("shard", "stage"))
+    torch.manual_seed(rank)
+    stage = nn.Linear(6, 6).cuda()
+    trueshard.shard(stage, plan=trueshard.Plan(pipeline=True), mesh=mesh["shard"])
+    has_copy = rank in (0, world_size - 1)
+    trueshard.tie_over(mesh["stage"], {"weight": stage.weight if has_copy else None})
+    return stage.weight.to_local()
+
+
+@rest
+def test_ties_over_three_stages_of_which_one_has_no_copy(pool: Pool) -> None:
+    """NCCL makes the communicator of the stages in a call that all of them make."""
+    if torch.cuda.device_count() < 3:
+        pytest.skip("needs three GPUs")
+    first, middle, last = Ranks(3, pool).run(tied_over_stages)
+    assert torch.equal(first, last)
+    assert not torch.equal(first, middle)
+
+
+class DrawsLater(torch.optim.SGD):
+    draws = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.draws:
+            torch.rand(1, device="cuda")
+
+
+@rest
+@on("devices")
+def test_draws_of_an_optimizer_on_the_device_are_noticed(rank: int, world_size: int) -> None:
+    model = nn.Linear(8, 8).cuda()
+    optimizer = DrawsLater(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer)
+    for draws in (False, True):
+        optimizer.draws = draws
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        with pytest.warns(UserWarning, match="drew random numbers") if draws else contextlib.nullcontext():
+            optimizer.step()
+
+
+def shards_on_the_cpu(rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert model.weight.device_mesh.device_type == "cpu"
+
+
+@rest
+def test_a_group_of_gloo_alone_is_one_of_the_cpu(pool: Pool) -> None:
+    Ranks(1, pool).run(shards_on_the_cpu, group=False)

@@ -105,8 +105,8 @@ def test_some_features_on_two_devices() -> None:
 
 @pytest.mark.rest
 @pytest.mark.timeout(1200)
-def test_every_feature_on_two_devices() -> None:
-    run_tests(2, "tests/test_cuda.py", "-m", "rest or not rest")
+def test_every_feature() -> None:
+    run_tests(3, "tests/test_cuda.py", "-m", "rest or not rest")
 
 
 @pytest.mark.rest
