@@ -38,6 +38,7 @@ from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import checked, choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
+from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Job, NotFaster, NothingFits, Study
 from trueshard.plans import Plan
 from trueshard.text import parse_size, size
@@ -51,8 +52,8 @@ FREE = Options(reshard_after_forward="auto", activation_checkpointing="auto")
 def solve(
     request: Request,
     progress: Progress = lambda line: None,
-    *,
     workers: int | None = 0,
+    *,
     shared: Simulations | None = None,
     faster_than: float | None = None,
 ) -> Study:
@@ -108,7 +109,8 @@ def _instead_of_offload(
 def shared_simulations(request: Request, workers: int | None) -> Iterator[Simulations]:
     """Yield the running simulations of a model, for requests that differ in the rest; they check ``request``."""
     space, _ = space_of(request)
-    with Simulations(space.workload, workers, functools.partial(_warnings, request, space)).running() as simulations:
+    simulations = Simulations(space.workload, workers, lambda: _warnings(request, space, simulations.simulator))
+    with simulations.running():
         yield simulations
 
 
@@ -223,12 +225,12 @@ def _samples(batch: Any) -> int | None:
     return next((len(tensor) for tensor in _torch.tensors_in(batch) if tensor.ndim), None)
 
 
-def _warnings(request: Request, space: Space) -> list[str]:
+def _warnings(request: Request, space: Space, simulator: Simulator) -> list[str]:
     """Return warnings, one sentence each; raise ValueError for what would fail in the first step."""
     settled = {key: getattr(DEFAULTS, key) for key, value in vars(space.choices).items() if is_free(value)}
     choices, mesh = space.choices.replace(**settled), space.cluster(space.replicate or 1).mesh
     job = Job(space.workload, mesh, microbatch=space.microbatch or 1, plan=request.plan, choices=choices)
-    problems = preflight(job)
+    problems = preflight(job, simulator)
     errors = [str(problem).removeprefix("error: ") for problem in problems if problem.severity == "error"]
     if not errors:
         return [str(problem).removeprefix("warning: ") for problem in problems]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -58,6 +59,14 @@ class Factory:
     """Source file."""
     folder: Path | None = None
     """Folder on ``sys.path`` while it runs."""
+    _made: TrainingParts | None = field(default=None, init=False)
+    """What ``look`` made, for the next ``build``."""
+
+    def look(self) -> TrainingParts:
+        """Call the function on the meta device, and return its result; the next ``build`` goes on with it."""
+        with on_meta():
+            self._made = self.make()
+        return self._made
 
     def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
         """Call the function on the meta device and return its result on fake tensors. Inside ``fake_tensors``.
@@ -65,8 +74,7 @@ class Factory:
         ``dtype``: of floating-point parameters; None: as the function made them. Raises ValueError of one line if the
         function fails, asks for data or a GPU, or returns something else.
         """
-        with on_meta():
-            parts = self.make()
+        parts, self._made = self._made or self.look(), None
         model = parts.model
         if all(parameter.is_meta and not _torch.is_fake(parameter) for parameter in model.parameters()):
             stand_ins = make_fake(model, dtype)
@@ -130,12 +138,16 @@ class Original:
         module, beside = copy.deepcopy((self.module, dict(self.beside)))
         return TrainingParts(module, **beside)
 
-    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
-        """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
-        parts = TrainingParts(fake_copy(self.module, dtype)[0], **self.beside)
+    def look(self) -> TrainingParts:
+        """Return the module itself, with the parts in its file."""
+        parts = TrainingParts(self.module, **self.beside)
         if not callable(parts.optimizers):  # they have the parameters of the original
             parts.optimizers = None
         return parts
+
+    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
+        """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
+        return dataclasses.replace(self.look(), model=fake_copy(self.module, dtype)[0])
 
 
 def parts_among(parts: Mapping[str, Any]) -> dict[str, Any]:

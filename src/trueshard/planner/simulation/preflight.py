@@ -30,8 +30,8 @@ from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.recurrences import RefusedLoop, recurrences
-from trueshard.planner.simulation.repeats import find_runs, shorten
-from trueshard.planner.simulation.simulate import own_part, simulated_mesh
+from trueshard.planner.simulation.repeats import find_runs, short_copy
+from trueshard.planner.simulation.simulate import Simulator, own_part, simulated_mesh
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
 from trueshard.sharding import engine
@@ -57,24 +57,25 @@ class Problem:
         return f"{self.severity}: {self.where}: {self.what}{remedy}"
 
 
-def preflight(job: Job) -> list[Problem]:
+def preflight(job: Job, simulator: Simulator | None = None) -> list[Problem]:
     """Build, shard and run one microbatch of a job on fake tensors, and return errors, then warnings.
 
     If ``shard()`` refuses the model, it runs unsharded, so that further problems are found as well. The job's choices
-    hold no ``"auto"``.
+    hold no ``"auto"``. ``simulator``: of the job's workload, if there is one, whose model is taken.
     """
+    simulator = simulator or Simulator(job.workload)
     # Two of many equal blocks run first. All run if there is a problem: for the names, and to be certain.
-    problems = _Trial(job).run(shorter=True)
+    problems = _Trial(job, simulator).run(shorter=True)
     if problems or problems is None:
-        problems = _Trial(job).run(shorter=False)
+        problems = _Trial(job, simulator).run(shorter=False)
     return sorted(problems or [], key=lambda problem: problem.severity)
 
 
 class _Trial:
     """A model that is built, sharded and run once, with the problems that this shows."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.workload = job, job.workload
+    def __init__(self, job: Job, simulator: Simulator) -> None:
+        self.job, self.workload, self.simulator = job, job.workload, simulator
         self.problems: list[Problem] = []
         self.values = KnownValues()
 
@@ -84,16 +85,28 @@ class _Trial:
         eagerly = torch.compiler.set_stance("force_eager")
         with quietly(), warnings.catch_warnings(), simulated_mesh(self.job, "cpu") as mesh, eagerly:
             warnings.simplefilter("ignore")
-            with _torch.fake_tensors(), fake_tensors_look_real(), self._collected("model"):
-                model, how = self.workload.model(), self.job.plan or self.job.choices
+            with self.simulator.mode, fake_tensors_look_real(), self._collected("model"):
+                how: Plan | Options = self.job.plan or self.job.choices
                 if shorter:
-                    short = _shorten(model, how, self.job.ranks)
+                    short = self._short(how)
                     if short is None:
                         return None
-                    how = short
+                    model, how = short
+                else:
+                    model = self.workload.model()
                 with self.values:
                     self._shard_and_step(model, how, mesh)
         return self.problems
+
+    def _short(self, how: Plan | Options) -> tuple[nn.Module, Plan] | None:
+        """Return the model with ``_BLOCKS`` of each run, and its plan; None if there is no run."""
+        model = self.simulator.model
+        try:
+            plan = self.simulator.resolve(how, self.job.ranks)
+        except (ValueError, TypeError):  # shard() will raise it
+            return None
+        runs = find_runs(model, plan)
+        return short_copy(model, plan, runs, [_BLOCKS] * len(runs)) if runs else None
 
     def _shard_and_step(self, model: nn.Module, how: Plan | Options, mesh: DeviceMesh) -> None:
         """Shard the model and run a step of it."""
@@ -162,17 +175,6 @@ class _Trial:
             self.problems.append(Problem(where, one_line(error), "", "error"))
         except Exception as error:
             self.problems.append(_failure(error, where, where))
-
-
-def _shorten(model: nn.Module, how: Plan | Options, ranks: tuple[int, ...]) -> Plan | None:
-    """Shorten the model in place to ``_BLOCKS`` of each run; return its plan, None if there is no run."""
-    names.hide_wrappers(model)
-    try:
-        resolved = engine.resolve(names.Index(model), how, ranks)
-    except (ValueError, TypeError):  # shard() will raise it
-        return None
-    runs = find_runs(model, resolved)
-    return shorten(model, resolved, runs, _BLOCKS) if runs else None
 
 
 def _unused(model: nn.Module) -> list[Problem]:

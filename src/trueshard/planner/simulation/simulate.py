@@ -193,20 +193,21 @@ class Simulator:
     def __init__(self, workload: Workload, run_all: Callable[[list[Short]], list[Simulation]] | None = None) -> None:
         self.workload = workload
         self._run_all = run_all or (lambda shorts: [self.run(short) for short in shorts])
-        self._mode = _torch.fake_tensors()
+        self.mode = _torch.fake_tensors()
+        """Makes the tensors of ``model``; what is made beside them is made by the same."""
         self._simulated: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
         """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
 
     @functools.cached_property
     def model(self) -> nn.Module:
         """The whole, unsharded model, which stays as it is: copies of it are run."""
-        with self._mode:
+        with self.mode:
             return self.workload.model()
 
     def resolve(self, how: Plan | Options, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it. ``memory``: bytes of a rank."""
         index = names.Index(self.model)
-        with self._mode:
+        with self.mode:
             plan = resolve_tensor(index, engine.resolve(index, how, ranks, memory), mesh_axes(ranks, how))
             return with_cut_dimensions(index, plan)
 
@@ -264,7 +265,7 @@ class Simulator:
         eagerly = torch.compiler.set_stance("force_eager")
         with warnings.catch_warnings(record=True) as caught, simulated_mesh(short.job, "cpu") as mesh, eagerly:
             warnings.simplefilter("always")
-            with self._mode, _torch.unseen_propagation():
+            with self.mode, _torch.unseen_propagation():
                 if short.runs:
                     yield mesh, *short_copy(self.model, short.plan, short.runs, short.kept), messages
                 else:

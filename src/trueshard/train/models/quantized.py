@@ -43,6 +43,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """Dequantised weight, [out_features, in_features]."""
+        if self.packed.is_meta:  # PEFT reads it often while it wraps a layer
+            return self.packed.new_empty(self.out_features, self.in_features, dtype=self.dtype)
         return dequantise(self.packed, self.kind, self.in_features, self.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -66,6 +68,9 @@ def quantise_layers(model: nn.Module, kind: Quantization, wanted: Callable[[str]
 def quantise(weight: torch.Tensor, kind: Quantization) -> torch.Tensor:
     """Quantise rows of a weight: [rows, inputs] of floating point → uint8 [rows, bytes of a row]."""
     blocks = -(-weight.shape[1] // BLOCK)
+    if weight.is_meta:
+        codes_bytes = blocks * (BLOCK if kind == "int8" else BLOCK // 2)
+        return weight.new_empty(len(weight), codes_bytes + blocks * _SCALE_BYTES, dtype=torch.uint8)
     values = F.pad(weight.float(), (0, blocks * BLOCK - weight.shape[1])).unflatten(1, (blocks, BLOCK))
     scales = values.abs().amax(2)
     values = values / torch.where(scales > 0, scales, 1).unsqueeze(2)
