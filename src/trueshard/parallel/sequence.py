@@ -121,8 +121,8 @@ class Parts:
 
 
 def parts_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, str]) -> Parts:
-    """Return what may compute on parts of sequences; raise ValueError for a model of another form."""
-    blocks = _blocks_of(modules, plan, styles)
+    """Return what may compute on parts of sequences, with a trial of the norm; raises as ``blocks_of``."""
+    blocks = blocks_of(modules, plan, styles)
     norm = last_norm(modules, [block.name for block in blocks])
     otherwise = [name for name, word in styles.items() if STYLES[word] != STYLES[REPLICATE]] + [
         parameter.name for parameter in plan.replicated
@@ -130,7 +130,8 @@ def parts_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, 
     return Parts(tuple(blocks), None if any(f"{name}.".startswith(f"{norm}.") for name in otherwise) else norm)
 
 
-def _blocks_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, str]) -> list[Block]:
+def blocks_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str, str]) -> list[Block]:
+    """Return the blocks that may compute on parts of sequences; raise ValueError for a model of another form."""
     result = []
     for name in [unit.name for unit in plan.units if unit.kind == "block"]:
         children = [f"{name}.{child}" for child, _ in modules[name].named_children()]

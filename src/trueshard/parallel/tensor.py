@@ -22,7 +22,7 @@ from trueshard.model.names import Held, Index, nearest
 from trueshard.model.regions import rows_of
 from trueshard.parallel.adapters import adapter_styles, is_adapter, refuse_adapters, refuse_later_adapters
 from trueshard.parallel.collectives import LastInput
-from trueshard.parallel.sequence import Parts, parts_of, split_children
+from trueshard.parallel.sequence import Parts, blocks_of, parts_of, split_children
 from trueshard.parallel.tp_styles import REPLICATE, STYLES, Style, compute_with_parts, share_forward
 from trueshard.plans import Plan
 
@@ -170,7 +170,7 @@ def _refuse(index: Index, plan: Plan, styles: Mapping[str, str]) -> None:
     refuse_adapters(index)
     refuse_random(index, "tensor", ranks, dropout=not plan.trial)
     if plan.sequence:
-        parts_of(index.modules, plan, styles)
+        blocks_of(index.modules, plan, styles)
 
 
 def _refuse_module(name: str, module: Any, word: str, ranks: int) -> None:
