@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -226,3 +227,22 @@ def test_a_trained_bias_gets_its_gradient() -> None:
         isinstance(e, Allocation) and e.kind == "gradients" and e.shape == (2, 2, 31, 31) for e in found.steady.events
     )
     assert not hasattr(functional.scaled_dot_product_attention, "__closure__")
+
+
+def test_columns_of_many_ranks_take_the_events_that_chunks_of_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FSDP2 rearranges columns by a chunk for each rank, a simulation copies all of them at once."""
+    ranks, made = 64, list[Simulation]()
+    workload = Workload(
+        "columns",
+        lambda: nn.Sequential(nn.Linear(ranks, 3, bias=False), nn.Linear(3, ranks, bias=False)),
+        OPTIMIZERS["adamw foreach"],
+        lambda microbatch, _: torch.randn(microbatch, ranks),
+        lambda model, batch: model(batch).square().mean(),
+        1,
+    )
+    for chunks in (_torch.one_chunk, contextlib.nullcontext):
+        monkeypatch.setattr(_torch, "one_chunk", chunks)
+        made.append(simulate(Job(workload, (ranks,))))
+    assert made[0].plan.cut_dimensions
+    assert repr(made[0].steady.events) == repr(made[1].steady.events)
+    assert [event.op for event in made[0].steady.events if isinstance(event, Kernel)].count("aten.cat") >= 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -284,7 +286,7 @@ class _Chunks:
     """``torch.chunk`` that makes each chunk when it is read; empty ones behind the last."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self.tensor, self.dim = tensor, dim
+        self.tensor, self.count, self.dim = tensor, count, dim
         self.rows = -(-tensor.size(dim) // count)
 
     def __getitem__(self, number: int) -> torch.Tensor:
@@ -294,13 +296,40 @@ class _Chunks:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.rows, left))
 
+    def joined(self, dim: int) -> torch.Tensor:
+        """Return a view of the memory with the shape that equal chunks have one behind the other along ``dim``."""
+        shape = list(self.tensor.shape)
+        shape[self.dim] //= self.count
+        shape[dim] *= self.count
+        strides = [*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)][::-1]
+        return self.tensor.as_strided(shape, strides)
 
-def one_chunk() -> AbstractContextManager[Any]:
+
+class _WithoutChunks:
+    """Stands for ``torch`` where FSDP2 rearranges what is cut along another dimension than the first, by chunks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def chunk(self, tensor: torch.Tensor, count: int, dim: int = 0) -> Any:
+        return (_Chunks if tensor.is_contiguous() else torch.chunk)(tensor, count, dim)
+
+    def cat(self, chunks: Any, dim: int = 0, **out: Any) -> torch.Tensor:
+        return torch.cat([chunks.joined(dim)] if isinstance(chunks, _Chunks) else chunks, dim, **out)
+
+
+@contextlib.contextmanager
+def one_chunk() -> Iterator[None]:
     """Inside, FSDP2 makes the one chunk of a parameter that it keeps, and not one for each of 4,096 ranks.
 
-    On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes.
+    On fake tensors, where a chunk costs as much as any operation, that would be most of what ``fully_shard`` takes, and
+    of a step with parameters that are cut along another dimension: one kernel that copies all of it stands for theirs.
     """
-    return mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)
+    with (
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+        mock.patch.object(_fsdp_collectives, "torch", _WithoutChunks()),
+    ):
+        yield
 
 
 def unseen_propagation() -> AbstractContextManager[Any]:

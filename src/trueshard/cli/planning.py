@@ -417,8 +417,8 @@ def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
         )
     _refuse_others(typed, _OF_TRAINING, "a training configuration", "; use --set")
     config = load_config(Path(params["model"]), overrides)
-    with _status(f"Building the model of {params['model']} on fake tensors") as status:
-        return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"], status.update)
+    with _status(f"Building the model of {params['model']} on fake tensors"):
+        return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:

@@ -52,8 +52,8 @@ FREE = Options(reshard_after_forward="auto", activation_checkpointing="auto")
 def solve(
     request: Request,
     progress: Progress = lambda line: None,
-    workers: int | None = 0,
     *,
+    workers: int | None = 0,
     shared: Simulations | None = None,
     faster_than: float | None = None,
 ) -> Study:

@@ -53,12 +53,12 @@ _SMALL = 1 << 20
 """Bytes up to which a tensor of no model is sent with its values."""
 
 
-def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
+def call(function: str, *arguments: Any, in_place: bool = False, **options: Any) -> Any:
     """Return what ``function`` returns in the planner's process.
 
     Args:
         function: ``"package.module:name"``; the module is imported there, not here.
-        in_place: call it in this process; so it is in the planner's process itself, too.
+        in_place: call it in this process, with ``options``; so it is in the planner's process itself, too.
 
     Raises:
         ValueError: an argument cannot be sent; names the part.
@@ -66,7 +66,7 @@ def call(function: str, *arguments: Any, in_place: bool = False) -> Any:
         BaseException: raised by the function, with the same class, message and notes.
     """
     if in_place or _serves:
-        return pkgutil.resolve_name(function)(*arguments)
+        return pkgutil.resolve_name(function)(*arguments, **options)
     surroundings = {
         "folder": os.getcwd(),
         "environment": dict(os.environ),
@@ -391,13 +391,17 @@ class Workers:
         """Held to be killed, and for the exit code of one that died."""
 
     def __enter__(self) -> Workers:
+        self._freezes = not gc.get_freeze_count()  # else the user's objects must stay frozen
+        if self._freezes or self.count:
+            gc.freeze()  # neither collected before each simulation nor copied, in a fork, by counting references
         if self.count:
-            gc.freeze()  # so that pages are not copied by counting references of garbage
             context = get_context("fork")
             self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin, initargs=(self._functions,))
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._freezes:
+            gc.unfreeze()
         if self._pool is not None:
             for process in self._processes:
                 process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -59,7 +58,7 @@ class Factory:
     """Source file."""
     folder: Path | None = None
     """Folder on ``sys.path`` while it runs."""
-    _made: TrainingParts | None = field(default=None, init=False)
+    _made: TrainingParts | None = None
     """What ``look`` made, for the next ``build``."""
 
     def look(self) -> TrainingParts:
@@ -138,16 +137,12 @@ class Original:
         module, beside = copy.deepcopy((self.module, dict(self.beside)))
         return TrainingParts(module, **beside)
 
-    def look(self) -> TrainingParts:
-        """Return the module itself, with the parts in its file."""
-        parts = TrainingParts(self.module, **self.beside)
+    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
+        """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
+        parts = TrainingParts(fake_copy(self.module, dtype)[0], **self.beside)
         if not callable(parts.optimizers):  # they have the parameters of the original
             parts.optimizers = None
         return parts
-
-    def build(self, dtype: torch.dtype | None = None) -> TrainingParts:
-        """Return a copy on fake tensors. Inside ``fake_tensors``. Raises ValueError as ``fake_copy``."""
-        return dataclasses.replace(self.look(), model=fake_copy(self.module, dtype)[0])
 
 
 def parts_among(parts: Mapping[str, Any]) -> dict[str, Any]:

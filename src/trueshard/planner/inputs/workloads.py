@@ -144,10 +144,10 @@ class _Made:
 def _feed_of_factory(made: _Made, sequence: int | None, batch: Any) -> Feed:
     """Return batches and loss as given, else the factory's own, else by the model."""
     with _torch.fake_tensors(), torch.compiler.set_stance("force_eager"):  # a look: only what is no tensor is kept
-        if batch is None:
-            model = made.model()
-        else:
+        if batch is not None and isinstance(made.source, Factory):
             made.parts = made.source.look()
+        else:
+            model = made.model()
         loss: Loss = made.loss if made.parts.loss is not None else model_loss
         if batch is None and (batch := made.parts.batch) is not None and callable(batch):
             batch = made.batch

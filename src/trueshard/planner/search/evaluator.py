@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import math
 import time
@@ -44,19 +43,6 @@ MARGIN = 2 * LARGE_SEGMENT
 """Bytes by which a plan that is expected not to fit may fit after all."""
 
 
-@contextlib.contextmanager
-def _objects_frozen() -> Iterator[None]:
-    """Exempt objects that exist now from the garbage collection before each simulation."""
-    if gc.get_freeze_count():  # by the user, whose objects must stay frozen
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class Simulations:
     """Run a workload's simulations in ``workers`` processes, as many as ``Workers`` says, and ``check`` beside them.
 
@@ -71,11 +57,10 @@ class Simulations:
     @contextlib.contextmanager
     def running(self) -> Iterator[Simulations]:
         """Inside, there are the processes, and they have the model."""
-        with _objects_frozen():
-            with contextlib.suppress(Exception):  # ``check`` raises a better message
-                _ = self.simulator.model
-            with self.workers:
-                yield self
+        with contextlib.suppress(Exception):  # ``check`` raises a better message
+            _ = self.simulator.model
+        with self.workers:
+            yield self
 
     def probe(self, short: Short, cluster: Cluster, mode: Mode) -> Task:
         """Start to measure what the units of a short model cost."""

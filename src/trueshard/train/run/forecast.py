@@ -61,12 +61,11 @@ def study(
     ranks_per_node: int,
     *,
     in_place: bool = False,
-    progress: Callable[[str], object] = lambda line: None,
     workers: int | None = 0,
 ) -> Study | Unplanned:
     """Return the planner's study of a step of the run; ``in_place``: in this process, which does nothing else.
 
-    ``progress``, ``workers``: as of ``choose_plan.solve``, if in place.
+    ``workers``: as of ``choose_plan.solve``, in place.
     ``device``: an entry of the planner's catalogue, or a device of this machine. `Unplanned` if the planner does not
     know it or cannot simulate the step, or nothing fits where a choice was left to it.
     """
@@ -110,7 +109,8 @@ def study(
             clip=train.max_grad_norm,
             **vars(config.shard.options()),
         )
-        result: Study = process.call("trueshard.planner.choose_plan:solve", request, progress, workers, in_place=in_place)
+        solving = "trueshard.planner.choose_plan:solve"
+        result: Study = process.call(solving, request, in_place=in_place, workers=workers)
         if rl is None:
             phases = _training_phases(config, result, hardware)
         else:
@@ -277,13 +277,7 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
     return f"{to_toml(config)}\n{comments}"
 
 
-def plan(
-    config: Config,
-    hardware: str,
-    ranks: int,
-    ranks_per_node: int | None = None,
-    progress: Callable[[str], object] = lambda line: None,
-) -> Study:
+def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None = None) -> Study:
     """Return the forecast of a configuration on a device of the catalogue; of the model only its configuration is read.
 
     Raises `UserError` for settings that do not go together, and for what the planner cannot simulate.
@@ -299,7 +293,7 @@ def plan(
     settings = architecture(config, config.tokenizer.vocab_size or 0) if section.architecture is None else None
     settings = settings or check_settings(config, ranks)
     node = min(ranks, ranks_per_node or named.ranks_per_node)
-    result = study(config, settings, ranks, named, node, in_place=True, progress=progress, workers=None)
+    result = study(config, settings, ranks, named, node, in_place=True, workers=None)
     if isinstance(result, Unplanned):
         raise UserError(f"{config.model.config or section.architecture}: the planner cannot simulate it: {result}")
     return result
