@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,9 @@ from torch import nn
 
 import trueshard
 from messages import lacking
+from resting import all_but
 from trueshard.cli import main
+from trueshard.launching import python_command
 from trueshard.train.config import ShardSection
 
 if sys.version_info >= (3, 11):
@@ -285,3 +289,27 @@ def test_a_model_named_like_a_command_is_not_mistaken_for_it(refused: Said, fold
     (folder / "tiny").rename(folder / "diff")
     assert lacking(refused("diff", "a.json", "b.json"), "plan diff", "folder", "./diff") == []
     assert lacking(refused("./diff", "--memory", "lots"), "memory='lots'") == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    all_but(
+        [("tiny", "--sequence", "64")],
+        [("tiny", "--sequence", "64"), ("titan.toml", "--for", "torchtitan"), ("train.toml",)],
+    ),
+    ids=lambda arguments: arguments[0],
+)
+def test_progress_is_on_stderr_within_two_seconds_where_that_is_no_terminal(
+    arguments: tuple[str, ...], folder: Path
+) -> None:
+    (folder / "titan.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
+    (folder / "train.toml").write_text('[run]\ndir = "run"\n[model]\nconfig = "tiny"\n')
+    command = python_command("from trueshard.cli import main; main()", "plan", *arguments)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        process.kill()
+    assert line == "Starting the planner …\n"
+    # Of its own processor time (user and system): others may have the processor meanwhile.
+    assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 2
