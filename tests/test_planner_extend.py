@@ -83,8 +83,11 @@ def equal(count: int) -> nn.Module:
 
 
 def alternating(pairs: int) -> nn.Module:
-    """Two kinds of blocks in turn, and one odd one at the end."""
-    return Blocks([Block(80 if i % 2 else 48) for i in range(2 * pairs)] + [Block(64)])
+    """Two kinds of blocks in turn, of which one knows its place in the list, and one odd one at the end."""
+    blocks = [Block(80 if i % 2 else 48) for i in range(2 * pairs)]
+    for i in range(1, 2 * pairs, 2):
+        vars(blocks[i])["layer_idx"] = i
+    return Blocks([*blocks, Block(64)])
 
 
 class Pair(nn.Linear):

@@ -155,12 +155,12 @@ def _is_gathered_inside(block: nn.Module, name: str, policies: Mapping[str, Any]
 
 
 def _equate_positions(traits: list[dict[Any, Any]]) -> None:
-    """Make equal all whole numbers that count along the list (``layer_idx``)."""
-    for key in [key for key in traits[0] if isinstance(key, tuple) and len(key) == 3]:
-        values: list[Any] = [of_block.get(key) for of_block in traits]
-        if all(type(value) is int for value in values) and len({value - i for i, value in enumerate(values)}) == 1:
-            for of_block in traits:
-                of_block[key] = "position"
+    """Make equal all whole numbers that count along the list (``layer_idx``), in the blocks that have them."""
+    for key in {key for of_block in traits for key in of_block if isinstance(key, tuple) and len(key) == 3}:
+        held = {i: of_block[key] for i, of_block in enumerate(traits) if key in of_block}
+        if all(type(value) is int for value in held.values()) and len({value - i for i, value in held.items()}) == 1:
+            for i in held:
+                traits[i][key] = "position"
 
 
 # Fewer blocks
