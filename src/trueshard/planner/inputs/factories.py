@@ -59,7 +59,7 @@ class Factory:
     folder: Path | None = None
     """Folder on ``sys.path`` while it runs."""
     _made: TrainingParts | None = None
-    """What ``look`` made, for the next ``build``."""
+    """Parts that ``look`` made, for the next ``build``."""
 
     def look(self) -> TrainingParts:
         """Call the function on the meta device, and return its result; the next ``build`` goes on with it."""
