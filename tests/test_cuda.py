@@ -25,6 +25,7 @@ from stepping import accumulate
 from trueshard import _torch
 from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.rehearse import rehearse
+from trueshard.train.rl.engine import drawn
 from trueshard.train.rl.vllm import copied_weights
 
 if DEVICE != "cuda":
@@ -331,3 +332,16 @@ def shards_on_the_cpu(rank: int, world_size: int) -> None:
 @rest
 def test_a_group_of_gloo_alone_is_one_of_the_cpu(pool: Pool) -> None:
     Ranks(1, pool).run(shards_on_the_cpu, group=False)
+
+
+@rest
+def test_tokens_are_drawn_by_deterministic_kernels() -> None:
+    logs = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
+    numbers = torch.linspace(0, 1 - 2.0**-53, 16, dtype=torch.float64)
+    expected = torch.searchsorted(logs.softmax(1).double().cumsum(1), numbers[:, None], right=True)[:, 0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        tokens = drawn(logs.cuda(), numbers).cpu()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(tokens, expected.clamp(max=99))

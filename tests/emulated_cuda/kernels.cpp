@@ -1,4 +1,5 @@
 // Every operator of the emulated device that copies.cpp does not have: the CPU's kernel, over the same memory.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
@@ -24,6 +25,14 @@ using torch::jit::Stack;
 static const std::unordered_set<std::string> WAITING = {
     "aten::nonzero", "aten::equal",  "aten::masked_select",     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::bincount", "aten::argwhere", "aten::repeat_interleave.Tensor", "aten::allclose", "aten::multinomial"};
+
+// What raises on CUDA under torch.use_deterministic_algorithms(True), as torch's documents list it.
+static const std::unordered_set<std::string> UNORDERED = {
+    "aten::kthvalue", "aten::put_", "aten::avg_pool3d_backward", "aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward",
+    "aten::adaptive_max_pool2d_backward", "aten::max_pool3d_with_indices_backward", "aten::upsample_linear1d_backward",
+    "aten::upsample_bicubic2d_backward", "aten::upsample_trilinear3d_backward", "aten::reflection_pad1d_backward",
+    "aten::replication_pad1d_backward", "aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward", "aten::nll_loss2d_forward"};
+static const std::unordered_set<std::string> UNORDERED_FLOATS = {"aten::cumsum", "aten::cumsum_"};  // of integers it does not
 
 // One call of an operator: its arguments of the device are replaced by aliases for the CPU, its results are brought back.
 struct Call {
@@ -172,6 +181,9 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   Call call{op, stack, name, stack->size() - schema.arguments().size()};
   call.convert_arguments();
   if (WAITING.count(schema.name()) || WAITING.count(name)) host_waits(current_stream(call.device), name);
+  const bool is_float = !call.arguments.empty() && call.arguments[0].own.is_floating_point();
+  if (UNORDERED.count(schema.name()) || (is_float && UNORDERED_FLOATS.count(schema.name())))
+    at::globalContext().alertNotDeterministic(name);
   call.note_accesses();
   if (!call.runs_as_softmax()) op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.bring_back_sizes();

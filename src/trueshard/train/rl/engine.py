@@ -326,8 +326,9 @@ def drawn(
     numbers: torch.Tensor,  # [rows], float64 in [0, 1)
 ) -> torch.Tensor:
     """Return the token of each row at which its cumulative distribution first exceeds a number: int64 [rows]."""
-    heights = logs.softmax(1).double().cumsum(1)
-    levels = numbers.to(heights.device)[:, None] * heights[:, -1:]  # rounded, heights do not end at exactly 1
+    # In fixed point: sums of integers are exact in any order, and CUDA has no deterministic cumsum of floats.
+    heights = (logs.softmax(1).double() * 2.0**52).round().long().cumsum(1)
+    levels = (numbers.to(heights.device)[:, None] * heights[:, -1:]).long()  # rounded, heights end near 2**52
     tokens = torch.searchsorted(heights, levels, right=True)[:, 0]
     last = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
     return torch.minimum(tokens, last)
