@@ -104,9 +104,7 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int, device: i
     process, look = f"process {os.getpid()} on {socket.gethostname()}", 0
     try:
         while dist.group.WORLD is group:
-            frames, look = sys._current_frames(), look + 1
-            others = [frame for number, frame in frames.items() if number not in (thread, threading.get_ident())]
-            place = place_of(frames.get(thread), _torch.collectives_begun(), others, is_busy=device_is_busy(device))
+            place, look = _place_now(thread, device), look + 1
             waited = time.monotonic() - since
             store.set(f"{_KEY}/{rank}", json.dumps([look, process, *dataclasses.astuple(place)]))
             if place != here:
@@ -148,6 +146,14 @@ def _places(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Plac
     placed = {rank: report and Place(*report[2:]) for rank, report in now.items()}
     silent = [rank for rank, report in now.items() if report and before[rank] and report[0] == before[rank][0]]
     return placed | {rank: dataclasses.replace(placed[rank], silent=now[rank][1]) for rank in silent}
+
+
+def _place_now(thread: int, device: int | None) -> Place:
+    """Return where ``thread`` is. No frame outlives the call: what is a variable there would live as long."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a cycle, since this frame has them as a variable
+    frame = frames.pop(thread, None)
+    return place_of(frame, _torch.collectives_begun(), frames.values(), is_busy=device_is_busy(device))
 
 
 def device_is_busy(device: int | None) -> bool:
