@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 from emulated_cuda import build
 from emulated_cuda.running import Run, run
 
@@ -92,7 +93,9 @@ data = torch.ones(100, device="cuda")
 
 
 def run_tests(devices: int, *words: str) -> Run:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", *words]
+    # Without this session's server of forks, which has imported a torch without the device.
+    command = ["env", "-u", forks.ADDRESS, sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += ["-q", *words]
     done = run(command, devices=devices, variables={"TRUESHARD_TEST_DEVICE": "cuda"}, cwd=TESTS.parent)
     assert done.code == 0, done.output[-8000:]
     assert not done.faults

@@ -205,7 +205,7 @@ def _select(section: DataSection, names: dict[str, str], place: str, key: str) -
     A single file, and what a pattern names, is chosen already.
     """
     explicit = "include" in section.model_fields_set
-    if len(names) == 1 or has_pattern(place):
+    if [base_name(file) for file in names.values()] == [base_name(place)] or has_pattern(place):
         groups, patterns = [list(names)], [place]
     elif explicit:
         groups, patterns = [[name for name in names if _matches(name, section.include)]], section.include
