@@ -32,7 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 trueshard.shard(model, optimizer)
 model(torch.ones(2, 8, device="cuda")).sum().backward()
 optimizer.step()
-print("trained on", torch.cuda.current_device(), flush=True)
+print(f"trained on {torch.cuda.current_device()}\\n", end="", flush=True)  # in one piece, beside the other process
 """
 
 
