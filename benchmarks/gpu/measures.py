@@ -13,7 +13,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -283,14 +283,14 @@ def _on_one(name: str, device: str, *words: Any) -> None:
     MEASURES[name](device, *words)
 
 
-def main(measures: Mapping[str, Callable[..., None]], arguments: Iterable[str] | None = None) -> None:
+def main() -> None:
     """Run the measure that the command line names."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=tuple(measures))
+    parser.add_argument("name", choices=tuple(MEASURES))
     parser.add_argument("words", nargs="*")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args()
     if options.name == "speed":  # starts processes of its own
         speed(options.device, options.small, *options.words)
     else:
@@ -298,4 +298,4 @@ def main(measures: Mapping[str, Callable[..., None]], arguments: Iterable[str] |
 
 
 if __name__ == "__main__":
-    main(MEASURES)
+    main()

@@ -92,7 +92,7 @@ class Session:
             )
             try:
                 code = process.wait(seconds)
-                outcome.failed = _last_line(log, f"exit code {code}") if code else ""
+                outcome.failed = last_line(log, f"exit code {code}") if code else ""
             except subprocess.TimeoutExpired:
                 outcome.failed = f"not done after {seconds:.0f} s"
             finally:
@@ -121,7 +121,8 @@ def replace(file: Path, text: str) -> None:
     scratch.replace(file)
 
 
-def _last_line(log: Path, otherwise: str) -> str:
+def last_line(log: Path, otherwise: str = "") -> str:
+    """Return the last line of a log that is not blank, cut; ``otherwise`` if there is none."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else otherwise
 

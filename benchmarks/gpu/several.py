@@ -48,13 +48,13 @@ def _bandwidth(device: str, size: int) -> dict[str, float]:
     if device == "cuda":
         torch.cuda.set_device(rank)
     part = torch.ones(size // 4, device=device)
-    whole = torch.empty(ranks * part.numel(), device=device)
+    gathered = torch.empty(ranks * part.numel(), device=device)
     double = torch.ones(ranks * part.numel() // 2, device=device, dtype=torch.float64)
     out = torch.empty(part.numel() // 2, device=device, dtype=torch.float64)
     share = (ranks - 1) / ranks
     ways: dict[str, tuple[Callable[[], Any], float]] = {
-        "all-gather": (lambda: dist.all_gather_into_tensor(whole, part), whole.nbytes * share),
-        "reduce-scatter, float32": (lambda: dist.reduce_scatter_tensor(part, whole), whole.nbytes * share),
+        "all-gather": (lambda: dist.all_gather_into_tensor(gathered, part), gathered.nbytes * share),
+        "reduce-scatter, float32": (lambda: dist.reduce_scatter_tensor(part, gathered), gathered.nbytes * share),
         "reduce-scatter, float64": (lambda: dist.reduce_scatter_tensor(out, double), double.nbytes * share),
         "all-to-all": (
             lambda: dist.all_to_all_single(torch.empty_like(part), part),

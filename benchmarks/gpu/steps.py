@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.session import ROOT, Outcome, Session
+from benchmarks.gpu.session import ROOT, Outcome, Session, last_line
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
@@ -135,7 +135,7 @@ def verified(session: Session, step: Step) -> Outcome:
         command = _trueshard("verify", configuration, "--nproc", str(min(2, processes)), "--layers", "1", *settings)
         outcome, log = session.run(f"{step.name} {name}", command, step.limit / len(VERIFIED))
         result.seconds += outcome.seconds
-        result.data[name] = outcome.failed or _last(log)
+        result.data[name] = outcome.failed or last_line(log)
         if outcome.failed:
             result.failed = f"{name}: {outcome.failed}"
     return result
@@ -244,11 +244,6 @@ STEPS: Sequence[Step] = (
     Step("speed 8B", 420, measured("measures", "speed", "8B")),
     Step("releases", 360, releases),
 )
-
-
-def _last(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
 
 
 def _trueshard(*words: str | Path) -> list[str | Path]:

@@ -92,8 +92,9 @@ def _meet_on(kind: str) -> None:
     owners: list[Any] = [None] * dist.get_world_size()
     # Two processes that see one device each may see the same one, and only its identifier tells.
     dist.all_gather_object(owners, (platform.node(), str(getattr(properties, "uuid", index))))
+    ranks: dict[Any, int] = {}
     for rank, owner in enumerate(owners):
-        if (first := owners.index(owner)) != rank:
+        if (first := ranks.setdefault(owner, rank)) != rank:
             raise DeviceError(
                 f"ranks {first} and {rank} have the same device ({owner[1]} of {owner[0]}): start one process for each "
                 "device, or let each see another one (CUDA_VISIBLE_DEVICES)"

@@ -51,5 +51,5 @@ def run(
         interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if capture else {}
         done = subprocess.run(words, env={**os.environ, **interface, **own, **(variables or {})}, **out, **more)
-        found = reports.read(Path(folder))
-        return Run(done.returncode, done.stdout or "", reports.counted_faults(found), reports.waits(found))
+        seen = reports.read(Path(folder))
+        return Run(done.returncode, done.stdout or "", reports.counted_faults(seen), reports.waits(seen))

@@ -106,9 +106,8 @@ def weights(
         if last:
             yield finished(last)
 
-    return on_this_stream(
-        batches(), device_of(runtime.mesh)
-    )  # what is wrong is raised by the call, before the first batch
+    # What is wrong is raised by the call, before the first batch.
+    return on_this_stream(batches(), device_of(runtime.mesh))
 
 
 def _names(root: Any, held: list[str], *, alone: bool) -> dict[str, str]:

@@ -21,6 +21,14 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
+def torch_states(device: torch.device | None) -> dict[str, bytes]:
+    """Return the states of torch's generators, of the CPU and of an accelerator, by name. Draws no number."""
+    states = {"torch": bytes(torch.get_rng_state().numpy())}
+    if device is not None and device.type != "cpu" and hasattr(torch.get_device_module(device), "get_rng_state"):
+        states[device.type] = bytes(torch.get_device_module(device).get_rng_state().cpu().numpy())
+    return states
+
+
 @contextlib.contextmanager
 def drawn_from(*numbers: int) -> Iterator[None]:
     """Inside, torch's generators on the CPU and on this rank's accelerator follow from ``numbers``; then as before."""

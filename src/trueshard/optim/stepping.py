@@ -51,7 +51,7 @@ from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, Wh
 from trueshard.optim.owners import Owned, Owners, Place
 from trueshard.optim.rebind import IsRows, by_shape, each_in, family
 from trueshard.optim.runs import BINDING, StepRuns
-from trueshard.optim.seeded_random import DRAWS, drawn_from
+from trueshard.optim.seeded_random import DRAWS, drawn_from, torch_states
 from trueshard.optim.ties import check_added_up
 from trueshard.optim.trial import ON_STAND_INS
 
@@ -465,8 +465,5 @@ def _gather(value: Any) -> Any:
     return each_in(value, lambda member, _: _gather(member))
 
 
-def _generators() -> list[bytes]:
-    """Return the states of torch's generators, of the CPU and of the accelerator at hand: neither is waited for."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    modules = [torch] if accelerator is None else [torch, torch.get_device_module(accelerator)]
-    return [module.get_rng_state().numpy().tobytes() for module in modules if hasattr(module, "get_rng_state")]
+def _generators() -> dict[str, bytes]:
+    return torch_states(torch.accelerator.current_accelerator(check_available=True))

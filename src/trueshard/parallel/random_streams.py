@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from trueshard import _torch
 from trueshard.distributed import host_group
+from trueshard.optim.seeded_random import torch_states
 
 _PYTHON = "<i625I?d"  # version, Mersenne Twister's 624 words and position, and the second number of a pair
 _NUMPY = "<iid"  # behind 624 words: position, and the second number of a pair
@@ -63,9 +64,7 @@ def _take_over(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def random_states(device: torch.device | None) -> dict[str, bytes]:
     """Return the states of this process's generators, and of that of an accelerator, by name. Draws no number."""
-    states = {"torch": bytes(torch.get_rng_state().numpy())}
-    if device is not None and device.type != "cpu" and hasattr(torch.get_device_module(device), "get_rng_state"):
-        states[device.type] = bytes(torch.get_device_module(device).get_rng_state().cpu().numpy())
+    states = torch_states(device)
     version, words, gauss = random.getstate()
     states["python"] = struct.pack(_PYTHON, version, *words, gauss is not None, gauss or 0.0)
     legacy: Any = numpy.random.get_state(legacy=True)  # noqa: NPY002 - what user code draws from

@@ -65,12 +65,12 @@ def listed(name: str, key: str) -> dict[str, str]:
     with explained(f"{key}: {name!r} cannot be read", REMEDY, detail=cut_line):
         system, path = _system(name if is_address(name) else str(Path(name).expanduser()))
         if has_pattern(name):
-            root, found = os.path.dirname(re.split(r"[*?[]", path)[0]), system.glob(path, detail=True)
+            root, entries = os.path.dirname(re.split(r"[*?[]", path)[0]), system.glob(path, detail=True)
         elif system.isfile(path):  # first: to look for links, a page of the web is read whole
-            root, found = os.path.dirname(path), {path: {}}
+            root, entries = os.path.dirname(path), {path: {}}
         else:
-            root, found = path, system.find(path, detail=True)
-    files = sorted(file for file, info in found.items() if info.get("type") != "directory")
+            root, entries = path, system.find(path, detail=True)
+    files = sorted(file for file, info in entries.items() if info.get("type") != "directory")
     names = [file.removeprefix(root).lstrip("/") for file in files]
     if is_address(name):
         files = [(file if is_address(file) else system.unstrip_protocol(file)) + link + chain for file in files]

@@ -203,8 +203,8 @@ class StreamMixture:
 
     def begin(self, seed: int, first: int = 0, blocks: Any = None) -> Iterator[tuple[Sample, str, Any]]:
         order, sources = Order(seed, [1] * len(self._streams), self._weights), range(len(self._streams))
-        blocks, given = list(blocks or [None for _ in sources]), order.given(first)
-        begun = [self._streams[number].begin(seed, given[number], blocks[number]) for number in sources]
+        blocks, before = list(blocks or [None for _ in sources]), order.given(first)
+        begun = [self._streams[number].begin(seed, before[number], blocks[number]) for number in sources]
         for index in count(first):
             source, _ = order.turn(index)
             sample, where, block = next(begun[source])

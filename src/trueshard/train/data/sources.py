@@ -253,8 +253,8 @@ def _walk(root: Path, without: Callable[[str], bool] = lambda name: name.startsw
     paths: dict[str, str] = {}
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if not without(name)]
-        found = (Path(folder, name) for name in files if not without(name))
-        paths |= {file.relative_to(root).as_posix(): str(file) for file in found}
+        kept = (Path(folder, name) for name in files if not without(name))
+        paths |= {file.relative_to(root).as_posix(): str(file) for file in kept}
     return dict(sorted(paths.items()))
 
 
@@ -302,11 +302,8 @@ class TextFile:
         self._file, self._read, self._begin = file, read, begin  # begin: bytes that are left out
 
     def __iter__(self) -> Iterator[str]:
-        rest, done, data = (
-            b"",
-            self._begin,
-            b" ",
-        )  # bytes of no complete character; those before; the last ones
+        # Bytes of a character that is not complete; those before it; the last ones.
+        rest, done, data = b"", self._begin, b" "
         with _damage_named(self._file), opened(self._file, self._read, self._begin) as stream:
             while data:
                 data = stream.read(CHUNK)

@@ -335,6 +335,12 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             file.write(as_bytes(tensors[key].to("cpu", copy=True)))  # numpy would pin the gathered memory
 
 
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of all weights, each valid until the next. Collective."""
+    for keys, tensors in weights(model, naming="hub"):
+        yield from zip(keys, tensors, strict=True)
+
+
 def copied_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator of (name, a copy) of all weights, each valid as long as it is held. Collective.
 
@@ -342,9 +348,8 @@ def copied_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
 
     def pairs() -> Generator[tuple[str, torch.Tensor], None, None]:
-        for keys, tensors in weights(model, naming="hub"):
-            for key, tensor in zip(keys, tensors, strict=True):
-                yield key, tensor.clone()
+        for key, tensor in whole_weights(model):
+            yield key, tensor.clone()
 
     return on_this_stream(pairs(), device_of(sharded(model).mesh))
 
@@ -363,15 +368,10 @@ class Transfer:
     def __init__(self, model: nn.Module, server: Server) -> None:
         self._model, self._server, self._version = model, server, 0
         on_first_rank(_check_transfer)
-        self.described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in self]
+        self.described = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in whole_weights(model)]
         self._engine: Any = None
         self._pairs: Iterator[tuple[str, torch.Tensor]] = iter(())
         on_first_rank(self._meet)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor) of all weights, each valid until the next. Collective."""
-        for keys, tensors in weights(self._model, naming="hub"):
-            yield from zip(keys, tensors, strict=True)
 
     def send(self, version: int) -> None:
         """Send the model's weights. Collective. Raises `UserError` on every rank."""

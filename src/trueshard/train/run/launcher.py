@@ -107,6 +107,8 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
 
 def _launch(arguments: Sequence[str], nproc: int, folder: Path) -> Ended:
     """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
+    for record in folder.glob(f"{RECORDS}*"):  # of an earlier start
+        record.unlink()
     with explained("no port of localhost can be opened, at which ranks meet", "see `trueshard doctor`", RuntimeError):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -122,20 +124,14 @@ def _launch(arguments: Sequence[str], nproc: int, folder: Path) -> Ended:
 
 def _nccl_variables(folder: Path) -> dict[str, str]:
     """Return variables that let NCCL end a rank whose collective takes too long, and say first what each had begun."""
-    for record in folder.glob(f"{RECORDS}*"):  # of an earlier start
-        record.unlink()
-    recorded = (
-        {}
-        if not torch.cuda.is_available()
-        else {
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            **dict.fromkeys(
-                ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"
-            ),  # the latter of torch 2.11
-            **dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder / RECORDS)),
-        }
-    )
-    return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **recorded}
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if torch.cuda.is_available():
+        variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        # By the names of today, and by those that torch 2.11 reads.
+        variables |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+        files = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        variables |= dict.fromkeys(files, str(folder / RECORDS))
+    return variables
 
 
 def _killed(ended: Ended, kills: int | None, folder: Path) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trueshard.distributed import DeviceError, ensure_process_group, in_thread, own_device
+from trueshard.distributed import DeviceError, ensure_process_group, in_thread
 from trueshard.errors import UserError, with_kind
 from trueshard.machine import cpu_cores
 
@@ -114,7 +114,7 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
         ensure_process_group(limit, store)
     except DeviceError as error:
         raise UserError(str(error)) from None
-    device = torch.device("cuda", own_device(environment)) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     by_one = "TORCHELASTIC_RUN_ID" in environment and not is_ours and local_size == size
     return World(rank, size, local_size, device, is_ours, ends_agent=count < most, by_one_torchrun=by_one)
