@@ -8,7 +8,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("convert", "doctor", "verification"),
     ("rl",),
-    ("train",),
+    ("integrations", "train"),
     ("__init__",),
     ("api",),
     ("planner",),

@@ -116,7 +116,7 @@ def test_private_modules_of_torch_are_imported_in_one_package() -> None:
     assert users == {"_torch"}
 
 
-#: Private names that are not torch's: Python's own, and what transformers puts on its models.
+#: Private names that are not torch's: Python's own, and what transformers and accelerate put on models.
 OF_OTHERS = {
     "_exit",
     "_getframe",
@@ -129,7 +129,7 @@ OF_OTHERS = {
     "_no_split_modules",
 }
 OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_experts_implementation"}
-OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY"}
+OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY", "_is_accelerate_prepared"}
 
 #: A name that torch keeps on modules or tensors is torch's even where a class of ours has one of the same name.
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_version", "_cdata", "_spec", "_local_tensor", "_backward_hooks"}

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import math
 import os
 import re
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,28 @@ def refuse_adapters(models: Mapping[str, nn.Module]) -> None:
             )
 
 
+def _base_names(module: nn.Module) -> list[str]:
+    """Return the names of what a PEFT model has of its base; nothing for another model."""
+    return [name for name, key in (adapted_keys(module, "") or {}).items() if key.folder == BASE]
+
+
+def leave_base_out(models: Mapping[str, nn.Module], *tables: dict[str, Any]) -> None:
+    """Remove the base of each PEFT model from ``tables`` by key, if it is where the adapters' configurations say."""
+    for prefix, module in models.items():
+        peft: Any = names.unwrap(module)
+        keys = [f"{prefix}/{name}" for name in _base_names(module)]
+        is_trained = any(getattr(tables[0].get(key), "requires_grad", False) for key in keys)
+        if keys and not is_trained and not any(map(_needs_own_base, peft.peft_config.values())):
+            for table, key in itertools.product(tables, keys):
+                table.pop(key, None)
+
+
+def _needs_own_base(config: Any) -> bool:
+    """True for an adapter whose base is not, or not as it was trained, where ``config`` says."""
+    started = str(getattr(config, "init_lora_weights", "")).lower()
+    return not config.base_model_name_or_path or started.startswith(_CHANGES_BASE)
+
+
 def adapter_folder(module: Any, adapter: str) -> str:
     return "" if len(module.peft_config) == 1 or adapter == "default" else f"{adapter}/"
 
@@ -146,21 +169,30 @@ def lay_out(
     return files
 
 
-def companions(models: Mapping[str, nn.Module], tokenizer: Any, where: str) -> Callable[[], dict[str, bytes]]:
+def companions(
+    models: Mapping[str, nn.Module], tokenizer: Any, where: str, entries: Collection[str] | None = None
+) -> Callable[[], dict[str, bytes]]:
     """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
 
-    ``where``: the checkpoint's place, which adapters name as their base's if no other has it.
+    ``where``: the checkpoint's place, which adapters name as their base's if no other has it. ``entries``: keys of all
+    tensors, if some are left out: of a base without any nothing is written.
     """
     folders = {prefix: prefix.partition("/")[2] for prefix in models}
     parts = [
         (folders[prefix], _configurations(names.unwrap(module), os.path.join(where, folders[prefix], BASE[:-1])))
         for prefix, module in models.items()
     ]
+    bases = {folders[p]: [f"{p}/{name}" for name in _base_names(module)] for p, module in models.items()}
+    left_out = {
+        folder for folder, keys in bases.items() if entries is not None and keys and not any(k in entries for k in keys)
+    }
 
     def write() -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as scratch:
             for folder, configurations in parts:
                 for below, save in configurations:
+                    if below == BASE and folder in left_out:
+                        continue
                     Path(scratch, folder, below).mkdir(parents=True, exist_ok=True)
                     save(str(Path(scratch, folder, below)))
                 if tokenizer is not None:
@@ -180,8 +212,7 @@ def _configurations(module: Any, base_path: str) -> list[tuple[str, Callable[[st
         for adapter, saved in module.peft_config.items():
             config = copy.deepcopy(saved)
             config.inference_mode = True  # as PEFT itself saves it, like the mapping below
-            started = str(getattr(config, "init_lora_weights", "")).lower()
-            if not config.base_model_name_or_path or started.startswith(_CHANGES_BASE):
+            if _needs_own_base(config):
                 config.base_model_name_or_path = base_path
             kind = _torch.own_class(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
@@ -234,7 +265,9 @@ class Naming:
 def naming_of(catalogue: Catalogue, prefix: str, module: nn.Module, renaming: state.Renaming) -> Naming:
     """Return the naming of ``module``; the entries of a Hugging Face directory get the names that it has."""
     if catalogue.manifest is not None:
-        return Naming(f"{prefix}/", renaming)
+        base = set(_base_names(module))
+        has_base = any(f"{prefix}/{name}" in catalogue.entries for name in base)
+        return Naming(f"{prefix}/", renaming, may_lack=lambda name: not has_base and name in base)
     unwrapped = names.unwrap(module)
     if not catalogue.adapter:
         return Naming("", renaming, _hub_names(module, catalogue), may_lack=_ignored(unwrapped, "missing"))
@@ -283,7 +316,7 @@ def _translate(module: Any, tensors: Mapping[str, torch.Tensor], catalogue: Cata
         return
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    with _own_classes(module):
+    with own_classes(module):
         table = list(get_model_conversion_mapping(module))
     renamings = [rule for rule in table if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in table if isinstance(rule, WeightConverter)]
@@ -313,7 +346,7 @@ def _translate(module: Any, tensors: Mapping[str, torch.Tensor], catalogue: Cata
 
 
 @contextlib.contextmanager
-def _own_classes(module: Any) -> Iterator[None]:
+def own_classes(module: Any) -> Iterator[None]:
     """Inside, give modules the classes from before sharding, by whose names transformers' tables go."""
     changed = [(part, type(part)) for part in module.modules() if _torch.own_class(part) is not type(part)]
     try:
@@ -334,7 +367,7 @@ def as_published(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, tor
         return tensors
     if not isinstance(module, PreTrainedModel):
         return tensors
-    with _own_classes(module), torch.no_grad():
+    with own_classes(module), torch.no_grad():
         return dict(revert_weight_conversion(module, tensors))
 
 

@@ -51,6 +51,7 @@ def save(
     verify: bool = True,
     tokenizer: Any = None,
     names: Mapping[str, str] | Callable[[str], str | None] | None = None,
+    base: bool = True,
     **more: Any,
 ) -> Saving | None:
     """Write a checkpoint. Collective; has no effect on training.
@@ -68,6 +69,8 @@ def save(
         tokenizer: one of transformers; its files are put beside the model's.
         names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same). What a
             stage calls ``h.0.weight`` may be ``h.2.weight`` in the whole model.
+        base: False: of a PEFT model leave out the base, unless it is trained, or changed by the adapter's
+            initialisation, or nothing says where it is. ``load`` leaves a model's base as it is then.
         more: nested dicts of tensors and JSON values, or objects with ``state_dict()``.
 
     Returns:
@@ -81,7 +84,9 @@ def save(
     """
     background.wait()
     renaming = names.get if isinstance(names, Mapping) else names
-    job = _prepare(path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, renaming)
+    job = _prepare(
+        path, model, optimizer, tokenizer if wait else copy.deepcopy(tokenizer), more, verify, renaming, base
+    )
     if wait:
         job.run()
         return None
@@ -154,6 +159,7 @@ def _prepare(
     more: Mapping[str, Any],
     verify: bool,
     renaming: state.Renaming,
+    base: bool,
 ) -> SaveJob:
     """Collect, compare and lay out. Collective: one exchange, since training waits for it."""
     group, failed = state.group_of(model), f"{path} was not saved"
@@ -170,6 +176,8 @@ def _prepare(
         if group.staged or renaming is not None:
             layout.refuse_adapters(models)
         tensors, manifest = state.collect(models, optimizers, more, renaming)
+        if not base:
+            layout.leave_base_out(models, tensors, manifest.tensors)
         table, bits = state.random_state()
         manifest.rng = [table] * group.world
         manifest.tensors["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
@@ -206,7 +214,8 @@ def _prepare(
     writer, headers = _writer(path, everyone[0].token), {}
     if isinstance(writer, LocalWriter):
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
-    companions = layout.companions(models, tokenizer, str(path) if is_url(path) else os.path.abspath(path))
+    where = str(path) if is_url(path) else os.path.abspath(path)
+    companions = layout.companions(models, tokenizer, where, manifest.tensors)
     return SaveJob(writer, group, manifest, headers, companions, rows, verify)
 
 

@@ -1,0 +1,1 @@
+"""TrueShard under other trainers: accelerate's ``Accelerator``, transformers' and TRL's ``Trainer``."""

@@ -1,0 +1,83 @@
+"""What the tests of the integrations share: a rank as a launcher makes it, a tiny model, its folder, and samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+STEPS = 4
+BATCH = 6
+"""Samples of a step over all ranks and microbatches: divides by 1, 2 and 3 ranks."""
+
+
+def launched(rank: int, world_size: int) -> None:
+    """Set what torchrun sets, which accelerate reads, and forget the accelerators of the job before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", TQDM_DISABLE="1", OMP_NUM_THREADS="1")
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+        os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    torch.manual_seed(0)
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Trainable parameters by name."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def language_model(tied: bool = False, **changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 37, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=tied, **changes)
+    return LlamaForCausalLM(config)
+
+
+def tokenizer() -> Any:
+    """One token for each of 34 characters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz .,?!:"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="."))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def tokens(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Samples of several lengths, padded to 9 tokens."""
+    random = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        length = 5 + i % 5
+        ids = torch.randint(3, 37, (length,), generator=random).tolist()
+        rest = 9 - length
+        samples.append(
+            {
+                "input_ids": ids + [0] * rest,
+                "attention_mask": [1] * length + [0] * rest,
+                "labels": ids + [-100] * rest,
+            }
+        )
+    return samples
+
+
+def folder_of(model: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
