@@ -131,6 +131,8 @@ OF_OTHERS = {
 OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_experts_implementation"}
 OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY", "_is_accelerate_prepared"}
 
+OF_OTHERS |= {"_compiler_ctx", "_device", "_layer_sync"}  # of Lightning's modules and strategies
+
 #: A name that torch keeps on modules or tensors is torch's even where a class of ours has one of the same name.
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_version", "_cdata", "_spec", "_local_tensor", "_backward_hooks"}
 

@@ -1,1 +1,1 @@
-"""TrueShard under other trainers: accelerate's ``Accelerator``, transformers' and TRL's ``Trainer``."""
+"""TrueShard under other trainers: accelerate, transformers' and TRL's ``Trainer``, Lightning's, and ``Fabric``."""

@@ -74,13 +74,13 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, ON_STAND_INS):
         return
+    if _closure(args, kwargs) is None:  # else the step's last backward is still to come, in the closure
+        _refuse_unreduced(optimizer)
     signature = [list(map(id, group["params"])) for group in optimizer.param_groups]
     for model in registry.models():
-        if model.has_pending or model.ties:
-            _refuse_unreduced(optimizer, model)
         if model.seen.get(optimizer) != signature:
             _refuse_unstepped(optimizer, model)
             if _holds(optimizer, model):
@@ -94,14 +94,22 @@ def _holds(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> bo
     return any(id(parameter) in held for parameter in _members(optimizer))
 
 
-def _refuse_unreduced(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> None:
-    check_added_up(optimizer, model.ties)
-    if model.has_pending and _holds(optimizer, model):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
-            "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
-            "under last=True, or drop them with zero_grad()"
-        )
+def _closure(args: Any, kwargs: Any) -> Any:
+    """Return the closure among the arguments of a call of ``step``, of which the first is the optimizer; or None."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    for model in registry.models():
+        if model.ties:
+            check_added_up(optimizer, model.ties)
+        if model.has_pending and _holds(optimizer, model):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
+                "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
+                "under last=True, or drop them with zero_grad()"
+            )
 
 
 def _refuse_unstepped(optimizer: torch.optim.Optimizer, model: registry.ShardedModel) -> None:
@@ -267,8 +275,7 @@ class Stepping:
         self._follow(optimizer)
         owned = self._owned()
         is_seeded = any(verdict.seeded for verdict in self._verdicts)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
+        if (closure := _closure(args, kwargs)) is not None:
             closure = self._wrap(optimizer, closure, first=bool(owned) or is_seeded)
             if len(args) > 1:
                 args = (args[0], closure, *args[2:])
@@ -394,8 +401,7 @@ class Stepping:
 
     def _wrap(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *, first: bool) -> Callable[[], Any]:
         """Wrap the user's closure, which meets DTensors; ``first``: call it now, before its gradients travel."""
-        if any(verdict.rows is not None for verdict in self._verdicts):
-            closure = self._average_loss(optimizer, closure)
+        closure = self._checked(optimizer, closure)
         if first:
             with torch.enable_grad():
                 loss = closure()
@@ -419,6 +425,18 @@ class Stepping:
             return loss
 
         return wrapped
+
+    def _checked(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if any(verdict.rows is not None for verdict in self._verdicts):
+            closure = self._average_loss(optimizer, closure)
+
+        @functools.wraps(closure)
+        def checked() -> Any:
+            loss = closure()
+            _refuse_unreduced(optimizer)
+            return loss
+
+        return checked
 
     def _average_loss(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Tell the optimizer the loss of the whole batch, as on one device: its update may depend on it."""

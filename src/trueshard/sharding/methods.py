@@ -30,6 +30,9 @@ from trueshard.sharding.hooks import KEY, Runtime, State
 #: Classes of these packages use ``forward`` and submodule calls only, which are gathered anyway.
 _LIBRARIES = ("torch.", "transformers.", "peft.", "trueshard.")
 
+NO_PASSES = "_trueshard_no_passes"
+"""Attribute of a module: names of its methods that are no passes of their own, whatever they read."""
+
 _LISTS = {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
 _LISTS |= {"get_parameter", "get_submodule", "state_dict"}
 
@@ -38,7 +41,8 @@ def methods_that_compute(module: nn.Module) -> list[str]:
     """Return the methods of ``module``, without ``forward``, that need its parameters gathered."""
     children = {name for name, child in _torch.own_modules(module).items() if child is not None}
     attributes = children | set(_torch.own_parameters(module))
-    functions = _methods(type(module))
+    left_out = module.__dict__.get(NO_PASSES, ())
+    functions = {name: function for name, function in _methods(type(module)).items() if name not in left_out}
     reads = {name for name, function in functions.items() if names_in(function) & attributes}
     while more := {name for name in functions if name not in reads and names_in(functions[name]) & reads}:
         reads |= more
