@@ -215,6 +215,31 @@ def test_an_extended_trace_is_the_whole_trace(name: str) -> None:
     assert_equal(extended, whole)
 
 
+class Apart(nn.Module):
+    """Two matrices with a small one between them, which eight ranks cut along columns.
+
+    Gradients of the two are laid beside each other for the step. A third, in a unit of its own, is so large that it
+    steps alone, behind all that step together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.small, self.two = (nn.Linear(32, rows, bias=False) for rows in (2**14, 3, 2**14))
+        self.large = nn.Linear(32, 2**20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x) + self.two(x))[..., :32] + self.small(x).sum(-1, keepdim=True) + self.large(x)[..., :32]
+
+
+@pytest.mark.rest
+def test_what_is_freed_behind_a_large_step_belongs_to_its_own_block() -> None:
+    words = {"units": ["Apart", "*.large"], "reshard_after_forward": "always"}
+    apart = job(lambda: Blocks([Apart() for _ in range(FEWEST)]), ranks=(8,), words=words)
+    extended = simulate(apart)
+    assert extended.whole_because == ""
+    assert_equal(extended, simulate(apart, whole=True))
+
+
 class Growing(nn.Module):
     """Blocks that are equal but are given more and more to do."""
 

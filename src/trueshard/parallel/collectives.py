@@ -227,7 +227,14 @@ def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def _exchanged(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:
+    """Send pieces and join those received: one copy before and one after, where ranks divide both dimensions."""
     rank, ranks = group.rank(), group.size()
+    if x.shape[cut] % ranks == 0 == total % ranks:
+        pieces = x.unflatten(cut, (ranks, -1)).movedim(cut, 0).contiguous()
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=group)
+        del pieces  # before the result is allocated
+        return received.movedim(0, join).flatten(join, join + 1).contiguous()
     shape = list(x.shape)
     shape[cut] = part_of(x.shape[cut], rank, ranks)[1]
     shapes = [[*shape[:join], part_of(total, other, ranks)[1], *shape[join + 1 :]] for other in range(ranks)]

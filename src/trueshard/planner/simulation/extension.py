@@ -20,7 +20,7 @@ import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,9 @@ _VALUES = {
 
 Label = tuple[int, int] | None
 """(run, block), or None outside of all blocks."""
+
+_PASSES = ("forward", "backward")
+"""Phases that take the blocks one after the other."""
 
 Ordinal = tuple[bool, int]
 """(whether it is an allocation, how many items of its block came before it that are or are not)."""
@@ -71,20 +74,13 @@ class Labelled:
 
 def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
     """Label a trace's items with their blocks of the ``runs`` of the model that made it."""
-
-    @functools.cache
-    def label_of(unit: str) -> Label:
-        for r, run in enumerate(runs):
-            if (block := run.block_of(unit.partition(" + ")[0])) is not None:
-                return r, block
-        return None
-
+    label_of = _labels_of_units(runs)
     residents = len(trace.resident)
     items = [*trace.resident, *trace.events]
     labels = [label_of(allocation.unit) for allocation in trace.resident]
     made = {item.storage: at for at, item in enumerate(items) if isinstance(item, Allocation)}
     for event in trace.events:
-        label = label_of(event.place.unit)
+        label = None if _ends_with_step(event) else label_of(event.place.unit)
         if label is None and isinstance(event, (Allocation, Communication, HostCopy)):
             label = label_of(event.unit)
         labels.append(label)
@@ -99,6 +95,22 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
     return Labelled(items, residents, labels, ordinals, made)
 
 
+def _labels_of_units(runs: Sequence[Run]) -> Callable[[str], Label]:
+    @functools.cache
+    def label_of(unit: str) -> Label:
+        for r, run in enumerate(runs):
+            if (block := run.block_of(unit.partition(" + ")[0])) is not None:
+                return r, block
+        return None
+
+    return label_of
+
+
+def _ends_with_step(event: Event) -> bool:
+    """True if a step may free it together with those of other blocks, while its place is still that of the last one."""
+    return isinstance(event, Free) and event.place.phase not in _PASSES
+
+
 def _fill_gaps(events: Sequence[Event], labels: list[Label], start: int) -> None:
     """Label events between a block and the next, in forward or backward, with the block before, from ``start`` on."""
     before: int | None = None
@@ -108,7 +120,7 @@ def _fill_gaps(events: Sequence[Event], labels: list[Label], start: int) -> None
         if before is not None and before < at - 1:
             last, phase = labels[before], events[before].place.phase
             assert last is not None
-            near = label[0] == last[0] and abs(label[1] - last[1]) <= 1 and phase in ("forward", "backward")
+            near = label[0] == last[0] and abs(label[1] - last[1]) <= 1 and phase in _PASSES
             if near and all(event.place.phase == phase for event in events[before : at + 1]):
                 labels[before + 1 : at] = [last] * (at - before - 1)
         before = at
@@ -118,7 +130,7 @@ def _freeing_block(events: Sequence[Event], labels: Sequence[Label], at: int, al
     """Return the block that ended just before a free outside of all blocks, or else the one that allocated."""
     last = labels[at - 1] if at and events[at - 1].place.phase == events[at].place.phase else None
     near = allocating is not None and last is not None and last[0] == allocating[0]
-    return last if near and events[at].place.phase in ("forward", "backward") else allocating
+    return last if near and events[at].place.phase in _PASSES else allocating
 
 
 # Extension
@@ -238,6 +250,7 @@ class _Extension:
         self.residents = 0
         self.indices: defaultdict[Label, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         """New label → indices of its new items that are no allocations, and of those that are, each in order."""
+        self.label_of = _labels_of_units(recorded)
         self.name = functools.cache(self._name)
         self.place = functools.cache(lambda phase, unit, old, new: EventPlace(phase, self.name(unit, old, new)))
         self.targets = functools.cache(self._targets)
@@ -273,7 +286,8 @@ class _Extension:
     def _add(self, index: int, old: Label, new: Label) -> None:
         item: Any = self.base.items[index]
         made: Any = type(item)(*_VALUES[type(item)](item))
-        made.place = self.place(item.place.phase, item.place.unit, old, new)
+        at_last = old is not None and _ends_with_step(item) and self._is_far(self.label_of(item.place.unit), old)
+        made.place = self.place(item.place.phase, item.place.unit, *((None, None) if at_last else (old, new)))
         if isinstance(item, Free):
             made_at = self._indices([self.base.made[item.storage]], old, new)[0]
             made.storage = self.items[made_at].storage
@@ -291,6 +305,10 @@ class _Extension:
                 made.shape = ()  # it is unknown which dimension grows
         self.indices[new][isinstance(item, Allocation)].append(len(self.items))
         self.items.append(made)
+
+    @staticmethod
+    def _is_far(label: Label, other: tuple[int, int]) -> bool:
+        return label is not None and label[0] == other[0] and abs(label[1] - other[1]) > 1
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
         indices = self._indices([self.base.residents + position for position in after], old, new)
