@@ -97,6 +97,20 @@ def test_a_step_without_a_last_microbatch_is_an_error_and_can_go_on(rank: int, w
     return dict(model.named_parameters())
 
 
+@as_on_one_device()
+def test_the_last_microbatch_may_run_in_the_closure_of_a_step(rank: int, world_size: int) -> Any:
+    model, optimizer = build(world_size)
+    for _ in range(2):
+        with accumulate(model, last=False):
+            backward(model, 0, rank, world_size)
+        if world_size > 1:
+            with pytest.raises(RuntimeError, match=naming("SGD", "last=True", "zero_grad()")):
+                optimizer.step(lambda: None)
+        optimizer.step(lambda: backward(model, 1, rank, world_size))
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
 class Phases(nn.Module):
     """A complex and a real scale, which every rank holds whole, beside a layer that is sharded."""
 

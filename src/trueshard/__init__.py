@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trueshard.checkpoint.saving import Saving as Saving
     from trueshard.checkpoint.saving import save as save
     from trueshard.checkpoint.weights import weights as weights
+    from trueshard.errors import TrueShardError as TrueShardError
     from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
     from trueshard.optim.norms import Norms as Norms
     from trueshard.optim.norms import clip_grad_norm_ as clip_grad_norm_
@@ -65,6 +66,7 @@ _MODULES = {
     "checkpoint.loading": "Found load",
     "checkpoint.saving": "Checkpoints Saving save",
     "checkpoint.weights": "weights",
+    "errors": "TrueShardError",
     "optim.norms": "MeasuredNorms Norms clip_grad_norm_ measure_norms",
     "optim.seeded_random": "sample_rng",
     "planner.planning": "plan",

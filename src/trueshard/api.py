@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import distributed
-from trueshard.errors import with_extra
+from trueshard.errors import own_errors, with_extra
 from trueshard.model import agreement
 from trueshard.options import ShardOptions, options_of, show_options
 from trueshard.plans import Plan
@@ -48,9 +48,9 @@ def shard(
         ValueError: a part of the model, the optimizers or the options cannot be sharded; names it and the remedy.
         TypeError: an argument of the wrong type.
     """
-    wanted = options_of("shard", options)
-    wanted.check_alone(plan)
-    with timed("shard"):
+    with own_errors(), timed("shard"):
+        wanted = options_of("shard", options)
+        wanted.check_alone(plan)
         if plan is None and wanted.needs_planner():
             axes = distributed.ensure_axes(mesh, wanted)
             with with_extra():

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trueshard import _torch
 from trueshard.axes import AXES, DATA, FOLDED, MESH, SHARED, ranks_along, sizes_of
+from trueshard.errors import TrueShardError
 from trueshard.machine import memory_of_process
 
 SIMULATED = "simulated_"
@@ -61,7 +62,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None, store: dist.
         _meet_on(accelerator.type)
 
 
-class DeviceError(RuntimeError):
+class DeviceError(TrueShardError, RuntimeError):
     """A process has no accelerator to itself; the message says how to give it one."""
 
 

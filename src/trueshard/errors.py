@@ -13,7 +13,14 @@ LONGEST_LINE = 2000
 """Characters of an error on a terminal; the end, where the remedy is, is kept."""
 
 
-class UserError(Exception):
+class TrueShardError(Exception):
+    """Base of the errors that TrueShard raises, by which a program around it tells them from its user's own.
+
+    Each is also of the kind that the function names: a wrong argument is a ``ValueError`` or ``TypeError`` still.
+    """
+
+
+class UserError(TrueShardError):
     """Raised for a wrong input; its text is one line that names the key, path or option, and the remedy.
 
     The command line prints that line on stderr and exits with code 2. Everything else that is raised is
@@ -73,7 +80,7 @@ def with_extra() -> Iterator[None]:
         raise ModuleNotFoundError(line, name=error.name, path=error.path) from error
 
 
-class RankFailed(RuntimeError):
+class RankFailed(TrueShardError, RuntimeError):
     """Raised where another rank failed, and this one has nothing to add."""
 
 
@@ -94,6 +101,35 @@ def is_defect(error: BaseException) -> bool:
     file, by_raise = raised_in(error)
     named = isinstance(error, OSError) and error.filename is not None
     return getattr(error, "is_defect", False) or not (named or (by_raise and file.startswith(_HERE)))
+
+
+def _own(kind: type[Exception]) -> Callable[..., TrueShardError]:
+    names = {"__module__": __name__, "__qualname__": f"TrueShard{kind.__name__}"}
+    made = type(kind.__name__, (TrueShardError, kind), names)
+    globals()[made.__qualname__] = made  # where pickle looks for it
+    return made
+
+
+_KINDS = (ValueError, TypeError, RuntimeError, OSError, FileExistsError, FileNotFoundError, NotADirectoryError)
+_OWN = {kind: _own(kind) for kind in _KINDS}
+"""Kind that is raised inside of TrueShard → the same as a ``TrueShardError``."""
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise what a ``raise`` of TrueShard made inside as a ``TrueShardError`` of the same kind. Also a decorator.
+
+    Stands around public functions, so that inside of them errors are Python's own.
+    """
+    try:
+        yield
+    except _KINDS as error:
+        file, by_raise = raised_in(error)
+        if type(error) not in _OWN or not (by_raise and file.startswith(_HERE)):
+            raise
+        own = _OWN[type(error)](*error.args)
+        own.__dict__.update(vars(error))
+        raise own.with_traceback(error.__traceback__) from error.__cause__
 
 
 @contextlib.contextmanager
@@ -140,7 +176,7 @@ def written_to(folder: Path) -> Iterator[None]:
         raise
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(TrueShardError, RuntimeError):
     """Ranks that hold the same part of a tensor hold different bits."""
 
     def __init__(self, message: str, key: str, ranks: Sequence[int]) -> None:

@@ -50,9 +50,10 @@ EXPONENTS = range(-126, 75)
 """Exponents of a grid's step that ``exact`` may name: steps and ranges are numbers that float32 holds."""
 
 Units: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Sequence[str | type | EllipsisType] | None"
-Reshard: TypeAlias = "str | int | Mapping[str, str | int | bool]"
+Reshard: TypeAlias = "ReshardWord | int | Mapping[str, ReshardWord | int | bool]"
 Precision: TypeAlias = "MixedPrecision | MixedPrecisionPolicy | str | None"
-Recomputation: TypeAlias = "str | Mapping[str, str]"
+Recomputation: TypeAlias = "RecomputeWord | Mapping[str, RecomputeWord]"
+Sums: TypeAlias = "GradientSumsWord | Mapping[str, GradientSumsWord]"
 Tensor: TypeAlias = "int | Mapping[str, str | int | bool]"
 Exact: TypeAlias = "bool | Mapping[str, int]"
 
@@ -96,7 +97,7 @@ class AppliedOptions:
         """Where shards rest between uses. ``"cpu"`` keeps shards, gradients and optimizer state in host memory.""",
         text=Offload,
     )
-    accumulate_gradients: str | Mapping[str, str] = option(
+    accumulate_gradients: Sums = option(
         "auto",
         """Gradients of a step of several microbatches, until its last one. ``"whole"``: each rank adds up the whole
         gradients, which are reduced once. ``"sharded"``: each microbatch is reduced, and ranks hold shards. Or a table
@@ -209,11 +210,11 @@ class ShardOptions(TypedDict, total=False):
 
     units: Units
     reshard_after_forward: Reshard
-    mixed_precision: Precision
+    mixed_precision: MixedPrecision | MixedPrecisionPolicy | PrecisionWord | None
     activation_checkpointing: Recomputation
     compile: bool
-    offload: str
-    accumulate_gradients: str | Mapping[str, str]
+    offload: Offload
+    accumulate_gradients: Sums
     memory: str | int | None
     tensor: Tensor
     context: int

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -46,9 +46,11 @@ from trueshard.checkpoint.format import (
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.process_group import as_bytes
 from trueshard.checkpoint.writing import move_into_place
+from trueshard.errors import own_errors
 from trueshard.model import names
 
-KINDS = ("hf", "safetensors", "adapter", "merged", "dcp")
+Form = Literal["hf", "safetensors", "adapter", "merged", "dcp"]
+KINDS = get_args(Form)
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # suffixes of a model's files other than weights
 ADAPTER_CONFIG = "adapter_config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of a model's configuration, and of those of its parts
@@ -57,10 +59,11 @@ _ADAPTER_IN_NAME = re.compile(
 )
 
 
+@own_errors()
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: str = "hf",
+    to: Form = "hf",
     dtype: torch.dtype | str | None = None,
     *,
     model: str | None = None,

@@ -17,6 +17,7 @@ from typing import Any
 from trueshard.checkpoint import hashing
 from trueshard.checkpoint.catalogue import Catalogue, open_catalogue
 from trueshard.checkpoint.format import MANIFEST, Manifest, TensorEntry, crc32, is_marked, join, with_wrapped
+from trueshard.errors import TrueShardError, own_errors
 from trueshard.text import size, table
 
 
@@ -147,6 +148,7 @@ class Compared:
         return "\n".join(lines if self else [*lines, "nothing differs"])
 
 
+@own_errors()
 def inspect(
     path: str | os.PathLike[str], other: str | os.PathLike[str] | None = None, *, read: bool = False
 ) -> Inspected | Compared:
@@ -289,7 +291,7 @@ def _short(value: Any) -> str:
 # Check
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(TrueShardError, ValueError):
     """A checkpoint does not hold what was saved; ``problems`` names tensors and files."""
 
     def __init__(self, where: str, problems: list[str]) -> None:
@@ -314,6 +316,7 @@ class Checked:
         return f"{self.where}: {self.files} files, {self.tensors} tensors{less}, {self.bytes:,} bytes: all well"
 
 
+@own_errors()
 def check(path: str | os.PathLike[str]) -> Checked:
     """Read every byte of a checkpoint and compare it with what was saved.
 

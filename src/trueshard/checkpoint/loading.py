@@ -36,6 +36,7 @@ from trueshard.checkpoint.layout import Naming, naming_of
 from trueshard.checkpoint.materialise import materialise, uncomputable
 from trueshard.checkpoint.process_group import RankGroup, check_equal
 from trueshard.checkpoint.saving import background
+from trueshard.errors import own_errors
 from trueshard.model import names as model_names
 from trueshard.optim.rebind import family
 from trueshard.optim.stepping import Role, roles_of
@@ -43,6 +44,7 @@ from trueshard.optim.ties import tie_of
 from trueshard.text import timed
 
 
+@own_errors()
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,11 +36,13 @@ from trueshard.checkpoint.catalogue import is_url
 from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
 from trueshard.checkpoint.process_group import RankGroup, by_rows, check_equal, own_part
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, move_link
+from trueshard.errors import own_errors
 from trueshard.text import logger, timed
 
 _RESERVED = ("model", "optimizer", "rng")
 
 
+@own_errors()
 @torch.no_grad()
 def save(
     path: str | os.PathLike[str],
@@ -260,6 +262,7 @@ class Saving:
         """True once it has ended, successfully or not."""
         return not self._thread.is_alive()
 
+    @own_errors()
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
@@ -331,7 +334,7 @@ class Checkpoints:
         keep_every: int | None = None,
         keep_best: int | None = None,
         metric: str = "loss",
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
             if value is not None and (type(value) is not int or value < 1):

@@ -19,6 +19,7 @@ from trueshard import _torch
 from trueshard.checkpoint import layout, state
 from trueshard.checkpoint.format import floating_dtype
 from trueshard.distributed import device_of
+from trueshard.errors import own_errors
 from trueshard.model import names
 from trueshard.sharding.copying import copy_modules, on_meta
 from trueshard.sharding.engine import sharded
@@ -29,6 +30,7 @@ Place = tuple[nn.Module, str]
 """(module, attribute)."""
 
 
+@own_errors()
 def weights(
     model: nn.Module,
     *,

@@ -303,7 +303,7 @@ def export(
 ) -> None:
     """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
     with refused():
-        print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))
+        print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))  # type: ignore[arg-type]
 
 
 def run(arguments: Sequence[str]) -> int:

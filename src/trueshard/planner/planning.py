@@ -16,6 +16,7 @@ from torch import nn
 
 from trueshard import distributed
 from trueshard.distributed import Axes
+from trueshard.errors import own_errors
 from trueshard.model.names import nearest
 from trueshard.options import Options, Precision, Recomputation, Reshard
 from trueshard.planner import process
@@ -119,6 +120,7 @@ class Request(Options):
         return with_links(device, self.link, self.network)
 
 
+@own_errors()
 @timed("plan")
 def plan(
     model: nn.Module | Callable[[], Any] | str | os.PathLike[str],

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trueshard.axes import AXES, DATA, sizes_of
+from trueshard.errors import TrueShardError
 from trueshard.options import DEFAULTS, Options
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
@@ -144,7 +145,7 @@ class NotFaster(ValueError):
     """No plan is expected to be faster than one that is known; has the tokens a second of a rank that are expected."""
 
 
-class NothingFits(ValueError):
+class NothingFits(TrueShardError, ValueError):
     """No plan fits the budget; the message says by how much and what would."""
 
     def __init__(self, message: str, study: Study) -> None:

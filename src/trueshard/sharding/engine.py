@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from trueshard.model.units import Grouping, choose_units, is_automatic
 from trueshard.optim.classify import classify, manner, refusal
 from trueshard.optim.rebind import rebind
 from trueshard.optim.stepping import bind
-from trueshard.options import GradientSums, Options
+from trueshard.options import GradientSums, Options, Reshard
 from trueshard.parallel.batch_trial import BatchTrial
 from trueshard.parallel.experts import try_experts
 from trueshard.parallel.tensor_trial import try_in_first_pass, try_plan
@@ -238,7 +238,7 @@ def accumulate(model: nn.Module, *, last: bool, gradients: GradientSums | None =
         root.set_requires_gradient_sync(True)
 
 
-def set_reshard_after_forward(model: nn.Module, policy: str | int | Mapping[str, str | int | bool]) -> None:
+def set_reshard_after_forward(model: nn.Module, policy: Reshard) -> None:
     """Change when gathered parameters are freed, between steps.
 
     Args:

@@ -25,6 +25,7 @@ from trueshard import _torch
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.distributed import device_of
+from trueshard.errors import TrueShardError
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
@@ -78,7 +79,7 @@ def over_ranks(
     return reduced
 
 
-class NonFiniteLoss(ArithmeticError):
+class NonFiniteLoss(TrueShardError, ArithmeticError):
     """A loss or a gradient was NaN or infinite, and no more such steps may be skipped."""
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from trueshard.axes import sizes_of
 from trueshard.distributed import ensure_process_group
-from trueshard.errors import UserError, one_line, with_extra
+from trueshard.errors import UserError, one_line, own_errors, with_extra
 from trueshard.launching import end_with_parent, how, last_lines, python_command, run_ranks
 from trueshard.machine import cpu_cores
 from trueshard.options import Options, ShardOptions, options_of, show_options
@@ -46,6 +46,7 @@ LEAST_SPACE = 1 << 20  # free bytes below which what the processes leave to each
 
 
 @show_options
+@own_errors()
 def verify(
     factory: Callable[..., Any] | nn.Module | str | Path,
     *,

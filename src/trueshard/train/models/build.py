@@ -324,7 +324,7 @@ def _fill_quantised(config: Config, settings: Any, root: nn.Module) -> None:
     twin = empty(plain, settings)
     with warnings.catch_warnings():  # that it may be a single unit: it is never gathered
         warnings.simplefilter("ignore")
-        trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)
+        trueshard.shard(twin, mesh=runtime.mesh, offload=runtime.plan.offload)  # type: ignore[arg-type]
     fill(plain, twin)
     give_memory(root)
     copy_module(root, twin)

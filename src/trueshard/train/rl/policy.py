@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,12 +58,12 @@ class PolicyLoss:
         clip: Sequence[float] = (0.2, 0.28),
         dual_clip: float | None = None,
         soft: Sequence[float] = (1.0, 1.05),  # τ for A >= 0 and for A < 0
-        average: str = "token",  # "token", "sequence" or "length"
+        average: Literal["token", "sequence", "length"] = "token",
         length: int | None = None,  # tokens by which ``average="length"`` divides each answer
         temperature: float = 1.0,  # of sampling; divides the logits
         kl: float = 0.0,  # weight of the divergence from the reference in the loss
-        kl_estimator: str = "k3",  # "k1", "k2" or "k3"
-        correction: str = "none",  # "none", "truncate", "mask" or "sequence_mask"
+        kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+        correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none",
         bounds: Sequence[float] = (0.5, 5.0),  # of π_old over the engine's probability
         whole_logits: bool = False,
     ) -> None:
