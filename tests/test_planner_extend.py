@@ -232,9 +232,10 @@ class Apart(nn.Module):
 
 
 @pytest.mark.rest
-def test_what_is_freed_behind_a_large_step_belongs_to_its_own_block() -> None:
+@pytest.mark.parametrize("foreach", [True, False])
+def test_what_is_freed_behind_a_large_step_belongs_to_its_own_block(foreach: bool) -> None:
     words = {"units": ["Apart", "*.large"], "reshard_after_forward": "always"}
-    apart = job(lambda: Blocks([Apart() for _ in range(FEWEST)]), ranks=(8,), words=words)
+    apart = job(lambda: Blocks([Apart() for _ in range(FEWEST)]), adamw(foreach=foreach), (8,), words=words)
     extended = simulate(apart)
     assert extended.whole_because == ""
     assert_equal(extended, simulate(apart, whole=True))

@@ -80,7 +80,9 @@ def labelled(trace: Trace, runs: Sequence[Run]) -> Labelled:
     labels = [label_of(allocation.unit) for allocation in trace.resident]
     made = {item.storage: at for at, item in enumerate(items) if isinstance(item, Allocation)}
     for event in trace.events:
-        label = None if _ends_with_step(event) else label_of(event.place.unit)
+        label = label_of(event.place.unit)
+        if isinstance(event, Free) and _is_freed_at_last(event, label, labels[made[event.storage]]):
+            label = labels[made[event.storage]]
         if label is None and isinstance(event, (Allocation, Communication, HostCopy)):
             label = label_of(event.unit)
         labels.append(label)
@@ -106,9 +108,10 @@ def _labels_of_units(runs: Sequence[Run]) -> Callable[[str], Label]:
     return label_of
 
 
-def _ends_with_step(event: Event) -> bool:
-    """True if a step may free it together with those of other blocks, while its place is still that of the last one."""
-    return isinstance(event, Free) and event.place.phase not in _PASSES
+def _is_freed_at_last(event: Free, place: Label, allocating: Label) -> bool:
+    """True if a step frees it together with those of other blocks, while its place is still that of the last one."""
+    near = place is None or allocating is None or (place[0] == allocating[0] and abs(place[1] - allocating[1]) <= 1)
+    return not near and event.place.phase not in _PASSES
 
 
 def _fill_gaps(events: Sequence[Event], labels: list[Label], start: int) -> None:
@@ -286,7 +289,7 @@ class _Extension:
     def _add(self, index: int, old: Label, new: Label) -> None:
         item: Any = self.base.items[index]
         made: Any = type(item)(*_VALUES[type(item)](item))
-        at_last = old is not None and _ends_with_step(item) and self._is_far(self.label_of(item.place.unit), old)
+        at_last = isinstance(item, Free) and _is_freed_at_last(item, self.label_of(item.place.unit), old)
         made.place = self.place(item.place.phase, item.place.unit, *((None, None) if at_last else (old, new)))
         if isinstance(item, Free):
             made_at = self._indices([self.base.made[item.storage]], old, new)[0]
@@ -305,10 +308,6 @@ class _Extension:
                 made.shape = ()  # it is unknown which dimension grows
         self.indices[new][isinstance(item, Allocation)].append(len(self.items))
         self.items.append(made)
-
-    @staticmethod
-    def _is_far(label: Label, other: tuple[int, int]) -> bool:
-        return label is not None and label[0] == other[0] and abs(label[1] - other[1]) > 1
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
         indices = self._indices([self.base.residents + position for position in after], old, new)
