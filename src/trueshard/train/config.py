@@ -20,11 +20,22 @@ from pydantic import Field, create_model, model_validator
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
 from trueshard.options import EXPONENTS, FIELDS, NAMES, GradientSumsWord, Options
 from trueshard.plans import check_options
+from trueshard.train import plugins
 from trueshard.train.models.config import AdapterSection, ModelSection, TokenizerSection
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.section import Fraction, Section, Text, one_of
 
 Exponents = Annotated[dict[Text, Annotated[int, Field(ge=EXPONENTS[0], le=EXPONENTS[-1])]], Field(min_length=1)]
+
+OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction")
+OWN_TRACKERS = ("tensorboard", "wandb", "trackio", "logging")
+
+if TYPE_CHECKING:
+    FormatName = str
+    TrackerName = str
+else:  # a type checker wants to see each word; pydantic takes them from here and from installed packages
+    FormatName = Literal[OWN_FORMATS + plugins.words("data.format")]
+    TrackerName = Literal[OWN_TRACKERS + plugins.words("log.to")]
 
 TEXT_FILES = [
     *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
@@ -62,11 +73,12 @@ class SourceSection(Section):
 class DataSection(Section):
     """The training data: exactly one of `path` and `sources`."""
 
-    format: Literal["text", "chat", "preference", "vision", "prompt", "completion", "instruction"] = "text"
+    format: FormatName = "text"
     """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
     vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward.
     completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
-    (Alpaca). Left out, the keys of the first record tell: text if `data.field` is among them, or if they fit none."""
+    (Alpaca). Or one that an installed package brings. Left out, the keys of the first record tell: text if `data.field`
+    is among them, or if they fit none."""
     path: Text | None = None
     """A folder, a file or a pattern ("data/*.jsonl") of text, JSONL, JSON, CSV, Parquet or WebDataset (.tar), here or
     at an address that fsspec reads ("s3://…"), a data set on the hub ("owner/name"), or "stdlib": the source of
@@ -322,8 +334,9 @@ class ShardSection(_OptionKeys):
 class LogSection(Section):
     """Trackers of metrics, besides `metrics.jsonl`."""
 
-    to: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Trackers; each is imported when it is used."""
+    to: list[TrackerName] = []
+    """Trackers; each is imported when it is used. logging: a line a step to Python's logger `trueshard.metrics`. Or one
+    that an installed package brings."""
     project: Text = "trueshard"
     """Name of the project, for "wandb" and "trackio"."""
     hash_every: Annotated[int, Field(ge=1)] | None = None
@@ -395,7 +408,7 @@ class Config(Section):
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
         answers = ("chat", "completion", "instruction")
         for key, formats in {"packing": answers, "answers_only": (*answers, "vision"), "images": ("prompt",)}.items():
-            if key in self.data.model_fields_set and self.data.format not in formats and not is_open:
+            if key in self.data.model_fields_set and self.data.format in {*OWN_FORMATS} - {*formats} and not is_open:
                 words = " or ".join(f'"{name}"' for name in formats)
                 raise ValueError(f"data.{key} goes with data.format = {words} only; remove it, or set that")
         if self.data.streaming and self.train.epochs is not None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from trueshard.errors import UserError
 from trueshard.text import nearest
+from trueshard.train import plugins
 from trueshard.train.config import DataSection
 from trueshard.train.data import chat
 from trueshard.train.data.addresses import kind
@@ -348,7 +349,7 @@ class PromptFormat(Format):
         return (json_document({"prompt": prompt, "record": {**record.fields, "prompt": prompt}}),)
 
 
-FORMATS: dict[str, type[Format]] = {
+OWN: dict[str, type[Format]] = {
     "text": TextFormat,
     "chat": ChatFormat,
     "preference": PreferenceFormat,
@@ -357,7 +358,8 @@ FORMATS: dict[str, type[Format]] = {
     "completion": CompletionFormat,
     "instruction": InstructionFormat,
 }
-"""Value of `data.format` → format; the values stand in `DataSection` too."""
+FORMATS: dict[str, type[Format]] = plugins.Table("data.format", OWN)
+"""Value of `data.format` → format."""
 
 
 def find_format(section: DataSection) -> str:
@@ -369,7 +371,7 @@ def find_format(section: DataSection) -> str:
             record = next(source.records(), None)
     if record is None or record.fields.get(section.field) is not None:
         return "text"
-    sets = [(set(keys), name) for name, form in FORMATS.items() for keys in form.columns]
+    sets = [(set(keys), name) for name, form in OWN.items() for keys in form.columns]
     shown = [(keys, name) for keys, name in sets if all(record.fields.get(key) not in (None, []) for key in keys)]
     names = [name for keys, name in shown if not any(keys < others for others, _ in shown)]
     if len(set(names)) > 1:

@@ -1,4 +1,4 @@
-"""Trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, or any class of the same shape.
+"""Trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, `logging`, or a class of another package.
 
 A resumed run continues its curves, with each step once. A tracker that fails during training is dropped with a message.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import logging
 import math
 import sys
 import uuid
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text
+from trueshard.train import plugins
 from trueshard.train.metrics.step_metrics import before_training
 from trueshard.train.trainer import Callback, Trainer
 
@@ -113,14 +115,29 @@ class Trackio(WandB):
         return trackio.Markdown(markdown)
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+class Logging:
+    """Passes metrics to the handlers of Python's logger `trueshard.metrics`, at INFO: as a line, and as `metrics`."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        self._logger = logging.getLogger("trueshard.metrics")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        shown = " ".join(f"{key}={value:.6g}" for key, value in values.items())
+        self._logger.info("step %d %s", step, shown, extra={"step": step, "metrics": dict(values)})
+
+    def finish(self) -> None:
+        pass
+
+
+PACKAGES = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio, "logging": Logging}
 """Name in `log.to`, which is also the package → tracker."""
+TRACKERS: dict[str, type[Tracker]] = plugins.Table("log.to", PACKAGES)
 
 
 def trackers(names: Sequence[str]) -> list[Tracker]:
     """Return the trackers of `log.to`. Raises `UserError` for a package that is not installed."""
     for name in names:
-        if sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None:
+        if name in PACKAGES and (sys.modules.get(name, ...) is None or importlib.util.find_spec(name) is None):
             raise UserError(f'log.to: the package {name!r} is not installed; install it, or leave "{name}" out')
     return [TRACKERS[name]() for name in names]
 
