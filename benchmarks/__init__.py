@@ -18,6 +18,7 @@ Beside one other way alone, and more closely:
 
 - ``step``, ``optimizer``, ``muon``, ``shard_time``, ``traffic``: a hand-written loop, torch's optimizers on DTensors, a
   Muon that gathers, ``fully_shard`` itself, the least bytes of each policy.
+- ``device_cost``: waits of the host and operations of a step on a CUDA device, counted on the emulated one.
 - ``planner``, ``planner_published``: what a forecast takes, and forecasts beside published runs.
 
 Each benchmark is a module with ``run(tell, quick) -> Table``. They run real processes on the CPU: ratios carry over to

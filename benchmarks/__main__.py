@@ -30,6 +30,7 @@ NAMES = (
     "muon",
     "axes",
     "shard_time",
+    "device_cost",
     "traffic",
     "planner",
     "planner_published",

@@ -29,6 +29,7 @@ import trueshard
 from cases import on_ranks
 from models.handmade import Stack
 from trueshard import _torch
+from trueshard.distributed import gather_parts
 from trueshard.model import registry
 from trueshard.planner.simulation.fake_values import KnownValues
 
@@ -917,12 +918,12 @@ def test_threads_stand_for_ranks() -> None:
     """Sums and gathers of threads; one that raises leaves none waiting."""
 
     def collect(rank: int, group: Any) -> Any:
-        total, parts = torch.full((6,), float(rank)), [torch.empty(1) for _ in range(3)]
+        total = torch.full((6,), float(rank))
         dist.all_reduce(total, group=group)
-        dist.all_gather(parts, torch.tensor([float(rank)]), group=group)
+        parts = gather_parts(torch.tensor([float(rank)]), group)
         part = torch.empty(2)
         dist.reduce_scatter_tensor(part, torch.arange(6.0), group=group)
-        return total[0].item(), torch.cat(parts).tolist(), part.tolist(), (group.rank(), group.size())
+        return total[0].item(), parts.flatten().tolist(), part.tolist(), (group.rank(), group.size())
 
     found = _torch.run_as_ranks(3, collect)
     assert found == [(3.0, [0.0, 1.0, 2.0], [6.0 * rank, 6.0 * rank + 3], (rank, 3)) for rank in range(3)]

@@ -381,6 +381,25 @@ def all_reduce(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpTy
     return values
 
 
+def all_reduce_on_hosts(
+    values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce ``values``, on the CPU, as ``all_reduce`` does, without waiting for the mesh's device. Collective."""
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(values, op=op, group=host_group(mesh.get_group(dim)))
+    return values
+
+
+def gather_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return ``part``, of the same shape on every rank of a group, of all of them: (ranks, *shape). Collective."""
+    parts = part.new_empty(group.size() * part.numel())
+    # Into one tensor: a list would be copied out of one. The name is that of torch 2.13, which warns of the other.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(parts, part.contiguous().view(-1), group=group)
+    return parts.view(group.size(), *part.shape)
+
+
 def group_over(mesh: DeviceMesh, dims: Sequence[int]) -> dist.ProcessGroup:
     """Return a new group of this rank's neighbours along several dimensions, the last one fastest. Collective."""
     rest = [dim for dim in range(mesh.ndim) if dim not in dims]

@@ -23,6 +23,7 @@ def register() -> None:
         "histc": _histc,
         "mm.dtype": lambda a, b, out_dtype: torch.mm(a.to(out_dtype), b.to(out_dtype)),
         "addmm.dtype": _addmm,
+        "addmm.dtype_out": lambda *inputs, out, **words: out.copy_(_addmm(*inputs, **words)),
     }.items():
         _library.impl(name, function, "CUDA")
 

@@ -24,7 +24,7 @@ using torch::jit::Stack;
 // What the host waits for on CUDA, since the shape of the result depends on the values.
 static const std::unordered_set<std::string> WAITING = {
     "aten::nonzero", "aten::equal",  "aten::masked_select",     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-    "aten::bincount", "aten::argwhere", "aten::repeat_interleave.Tensor", "aten::allclose", "aten::multinomial"};
+    "aten::bincount", "aten::argwhere", "aten::allclose", "aten::multinomial"};
 
 // What raises on CUDA under torch.use_deterministic_algorithms(True), as torch's documents list it.
 static const std::unordered_set<std::string> UNORDERED = {
@@ -181,14 +181,29 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   Call call{op, stack, name, stack->size() - schema.arguments().size()};
   call.convert_arguments();
   if (WAITING.count(schema.name()) || WAITING.count(name)) host_waits(current_stream(call.device), name);
+  if (name == "aten::repeat_interleave.Tensor" && stack->back().isNone()) host_waits(current_stream(call.device), name);
   const bool is_float = !call.arguments.empty() && call.arguments[0].own.is_floating_point();
   if (UNORDERED.count(schema.name()) || (is_float && UNORDERED_FLOATS.count(schema.name())))
     at::globalContext().alertNotDeterministic(name);
   call.note_accesses();
+  launched();
   if (!call.runs_as_softmax()) op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.bring_back_sizes();
   call.bring_back_results();
 }
+
+// CUDA has one kernel for a whole list; without these, torch would take the list apart and call one for each tensor.
+struct Foreach {
+  std::vector<c10::RegistrationHandleRAII> handles;
+  Foreach() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const auto& name : dispatcher.getAllOpNames())
+      if (name.name.rfind("aten::_foreach_", 0) == 0)
+        handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&run>(),
+                                                  std::nullopt, nullptr, "emulated CUDA"));
+  }
+};
+static const Foreach foreach;
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 

@@ -1,6 +1,7 @@
 #include "order.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -72,7 +73,7 @@ static std::deque<Stream> streams;
 static std::map<std::pair<int, int64_t>, int> indices;
 static Clock host_clock;
 static int64_t next_id = 1;
-static uint64_t count = 0;
+static std::atomic<uint64_t> count = 0;
 
 Stream& stream(int index) { return streams[index]; }
 int stream_count() { return static_cast<int>(streams.size()); }
@@ -96,13 +97,13 @@ void set_current_stream(int device, int64_t id) { current[resolved(device)] = id
 int current_stream(int device) { return stream_index(resolved(device), current_stream_id(device)); }
 
 uint64_t begin(int index) {
-  ++count;
   Stream& s = streams[index];
   join(s.clock, host_clock);  // the host launches it: all that the host has waited for is over
   if (s.clock.size() <= static_cast<size_t>(index)) s.clock.resize(index + 1, 0);
   return s.clock[index] = ++s.time;
 }
 
+void launched() { ++count; }
 uint64_t operations() { return count; }
 const Clock& host() { return host_clock; }
 

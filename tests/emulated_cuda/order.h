@@ -51,7 +51,8 @@ void set_current_stream(int device, int64_t id);
 int current_stream(int device = -1);
 
 uint64_t begin(int stream);  // an operation, after all that its stream and the host have waited for; returns its time
-uint64_t operations();
+void launched();          // one operation more
+uint64_t operations();    // how many so far; a foreach is one, whatever it is over
 const Clock& host();
 void host_waits(const Clock& clock);  // and copies that are over land
 void host_waits(int stream, const std::string& reason);

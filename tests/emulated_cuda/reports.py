@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,27 @@ def waits(reports: list[Report], depth: int = 2) -> Counter[str]:
     return Counter(f"{each.detail} | {' < '.join(each.site[:depth])}" for each in reports if each.kind == "wait")
 
 
+@dataclass
+class Cost:
+    """What the device and the host did, once it is counted."""
+
+    operations: int = 0
+    """Kernels, copies and collectives that this process launched; a foreach counts as one"""
+    waits: Counter[str] = field(default_factory=Counter)
+    """How often the host waited, by what waited and where"""
+
+
+@contextlib.contextmanager
+def counting(depth: int = 2) -> Iterator[Cost]:
+    """Count what this process does meanwhile; it is known at the end."""
+    cost, before = Cost(), _operations()
+    with watching() as reports:
+        yield cost
+    cost.operations, cost.waits = _operations() - before, waits(reports, depth)
+
+
 _watchers: list[list[Report]] = []
+_operations: Callable[[], int] = int
 _written: Counter[int] = Counter()
 
 
@@ -100,5 +120,7 @@ def _receive(kind: bytes, detail: bytes) -> None:
 
 def receive_from(library: Any) -> None:
     """Let the library report here, until Python ends."""
+    global _operations
+    _operations = library.emulated_operations
     library.emulated_set_receiver(_receive)
     atexit.register(lambda: library.emulated_set_receiver(None))

@@ -27,9 +27,10 @@ class ThreadGroup(_ProcessGroup):
     def allreduce(self, tensors: Any, options: Any = None) -> None:
         tensors[0].copy_(torch.stack(self._exchange(tensors[0])).sum(0))
 
-    def allgather(self, outputs: Any, tensors: Any, options: Any = None) -> None:
-        for output, part in zip(outputs[0], self._exchange(tensors[0]), strict=True):
-            output.copy_(part)
+    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> None:
+        output.copy_(torch.cat(self._exchange(tensor)))
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
 
     def reduce_scatter_single(self, output: Any, tensor: Any, options: Any = None) -> None:
         output.copy_(torch.stack(self._exchange(tensor)).sum(0).chunk(self.size())[self.rank()])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,8 +25,10 @@ from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, extent, region_of
 from trueshard.sharding.hooks import runtime_of
 
-_CHUNK = 1 << 15
+_CHUNKS = {"cpu": 1 << 15}
 """Elements hashed at once, so that copies of 8 bytes each stay in the cache."""
+_CHUNK = 1 << 22
+"""Elements elsewhere: the kernels take a GPU longer than launching them takes the host."""
 _MASK = (1 << 64) - 1
 
 
@@ -66,12 +68,10 @@ def hash_together(tensors: Mapping[str, torch.Tensor], group: RankGroup, failed:
 
     def hash_local() -> dict[str, tuple[str, int, bool]]:
         """Return key → (shape and dtype, hash of this rank's part, True if the ranks' parts add up)."""
-        result = {}
-        for key, tensor in tensors.items():
-            is_cut = isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
-            counts = not is_cut or not isinstance(tensor, DTensor) or has_turn(tensor, 0)  # of replicas of a part, one
-            result[key] = f"{tuple(tensor.shape)} {tensor.dtype}", hash_here(tensor) if counts else 0, is_cut
-        return result
+        # Of replicas of a part, one counts.
+        counted = {key: t for key, t in tensors.items() if not _is_cut(t) or has_turn(t, 0)}
+        hashes = dict(zip(counted, hashes_here(list(counted.values())), strict=True))
+        return {key: (f"{tuple(t.shape)} {t.dtype}", hashes.get(key, 0), _is_cut(t)) for key, t in tensors.items()}
 
     total: dict[str, tuple[str, int]] = {}
     for hashes in group.attempt(failed, hash_local):
@@ -81,6 +81,10 @@ def hash_together(tensors: Mapping[str, torch.Tensor], group: RankGroup, failed:
             elif is_cut:
                 total[key] = kind, (total[key][1] + part) & _MASK
     return {key: written(kind, value) for key, (kind, value) in total.items()}
+
+
+def _is_cut(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def are_exact(models: Mapping[str, Any]) -> bool:
@@ -96,35 +100,53 @@ def written(kind: str, value: int) -> str:
 
 def hash_here(tensor: torch.Tensor) -> int:
     """Return the hash of this rank's part of ``tensor``, 0 to 2**64 - 1."""
+    (value,) = hashes_here([tensor])
+    return value
+
+
+def hashes_here(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the hash of this rank's part of each tensor, 0 to 2**64 - 1. Waits once for each device."""
+    sums = list(map(_sum_here, tensors))
+    result = [0] * len(sums)
+    for device in dict.fromkeys(each.device for each in sums):
+        places = [i for i, each in enumerate(sums) if each.device == device]
+        for i, value in zip(places, torch.stack([sums[i] for i in places]).tolist(), strict=True):
+            result[i] = value & _MASK
+    return result
+
+
+def _sum_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the hash of this rank's part of ``tensor``: 0-dim int64, which wraps."""
     region = region_of(tensor)
-    if not (count := _torch.local(tensor).numel()):
-        return 0
     bits = bits_of(tensor)
+    if not (count := _torch.local(tensor).numel()):
+        return torch.zeros((), dtype=torch.int64, device=bits.device)
     width = bits.numel() // count
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin, indices in _indices(region, tuple(tensor.shape), width, bits.device):
         total += _mixed(indices, bits[begin : begin + indices.numel()])
-    return int(total) & _MASK
+    return total
 
 
 def _indices(
     region: Region, shape: tuple[int, ...], width: int, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (place in this rank's memory, places in the whole tensor), in chunks; ``width``: numbers per element."""
+    chunk = _CHUNKS.get(device.type, _CHUNK)
     strides = [math.prod(shape[dim + 1 :]) * width for dim in range(len(shape))]
     whole_rows = all(runs == ((0, size),) for runs, size in zip(region[1:], shape[1:], strict=True))
     if whole_rows and (not region or len(region[0]) == 1):  # one range, which needs no table of places
         first = region[0][0][0] * strides[0] if region else 0
         count = math.prod(extent(region)) * width
-        for begin in range(0, count, _CHUNK):
-            yield begin, torch.arange(first + begin, first + min(begin + _CHUNK, count), device=device)
+        for begin in range(0, count, chunk):
+            yield begin, torch.arange(first + begin, first + min(begin + chunk, count), device=device)
         return
     tables = [
         torch.cat([torch.arange(start, stop, device=device) for start, stop in runs]) * stride
         for runs, stride in zip(region, strides, strict=True)
     ]
-    for begin in range(0, count := math.prod(extent(region)) * width, _CHUNK):
-        rest = torch.arange(begin, min(begin + _CHUNK, count), device=device)
+    for begin in range(0, count := math.prod(extent(region)) * width, chunk):
+        rest = torch.arange(begin, min(begin + chunk, count), device=device)
         places, rest = rest % width, rest // width
         for table in reversed(tables):
             places, rest = places + table[rest % len(table)], rest // len(table)
@@ -157,7 +179,8 @@ def check_replicas(model: Any = None, optimizer: Any = None) -> None:
     """
     tensors, _ = state.collect(*state.by_prefix(model, optimizer), {}, None)
     group, failed = state.group_of(model), "the replicas were not compared"
-    held = {key: (region_of(tensor), hash_here(tensor)) for key, tensor in tensors.items()}
+    hashes = hashes_here(list(tensors.values()))
+    held = {key: (region_of(t), value) for (key, t), value in zip(tensors.items(), hashes, strict=True)}
     # One sum for each place along the dimensions that cut: ranks at one place hold the same.
     sums: dict[tuple[int, ...], int] = {}
     for key, tensor in tensors.items():

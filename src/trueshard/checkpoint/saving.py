@@ -20,7 +20,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -65,8 +65,9 @@ def save(
             which is a checkpoint as soon as its manifest is there.
         model: a module, sharded or not, or a dict of several.
         optimizer: an optimizer of their parameters, or a dict of several.
-        wait: False: return once this rank's part is copied to host memory (one shard of what is saved), and write in
-            the background. The next ``save`` or ``load`` waits for it, and raises its error.
+        wait: False: return once this rank's part is copied to host memory (one shard of what is saved; of a GPU's into
+            pinned memory, which is kept for the next save), and write in the background. The next ``save`` or ``load``
+            waits for it, and raises its error.
         verify: read the files again, past the system's cache where possible, and compare checksums.
         tokenizer: one of transformers; its files are put beside the model's.
         names: the model's name of a tensor → its name in the files (None, or left out of a dict: the same). What a
@@ -92,10 +93,35 @@ def save(
     if wait:
         job.run()
         return None
-    for key, (begin, tensor) in job.rows.items():
-        local = _torch.local(tensor).detach()
-        job.rows[key] = begin, torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    staged = _staged([_torch.local(tensor).detach() for _, tensor in job.rows.values()])
+    job.rows = {key: (begin, copy) for (key, (begin, _)), copy in zip(job.rows.items(), staged, strict=True)}
     return background.start(job.run, f"saving {path}")
+
+
+_pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Memory in which tensors of a device are staged: kept, since making pinned memory takes longer than copying to it. One
+save runs at a time, so the next one finds it unused."""
+_ALIGNMENT = 64
+
+
+def _staged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in host memory. Waits once for the device, at the end."""
+    global _pinned
+    sizes = [0 if each.device.type == "cpu" else -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors]
+    if sum(sizes) > _pinned.numel():
+        _pinned = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before there is a second one
+        _pinned = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    copies, place = [], 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if size:
+            memory = _pinned[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        else:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        copies.append(memory.copy_(tensor, non_blocking=bool(size)))
+        place += size
+    if place:
+        torch.accelerator.current_stream().synchronize()
+    return copies
 
 
 @dataclass

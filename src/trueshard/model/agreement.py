@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of, gather_objects, is_simulated
+from trueshard.distributed import device_of, gather_objects, gather_parts, is_simulated
 from trueshard.errors import RankFailed
 from trueshard.model.intent import Intent
 
@@ -78,9 +78,8 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
         group = mesh.get_group(dim)
         if group.size() == 1:
             continue
-        theirs = [torch.empty_like(sums) for _ in range(group.size())]
-        dist.all_gather(theirs, sums, group=group)
-        unequal = torch.stack([their != theirs[0] for their in theirs]).any(0).nonzero().flatten().tolist()
+        theirs = gather_parts(sums, group)
+        unequal = (theirs != theirs[0]).any(0).nonzero().flatten().tolist()
         for i in unequal:
             tensor = real[i][1]
             value = tensor.detach().to(device, copy=True).contiguous()

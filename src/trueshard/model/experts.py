@@ -13,6 +13,8 @@ from torch import nn
 from trueshard import _torch
 from trueshard.model.names import Index
 
+KIND = "_experts_implementation"
+"""Attribute of a configuration of transformers: how stacked experts are computed."""
 _MARKS = ("num_experts", "has_gate", "is_transposed")
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -25,6 +27,16 @@ def _is_stacked(module: Any) -> bool:
         and all(parameter.ndim and parameter.shape[0] == module.num_experts for parameter in parameters)
         and len(parameters) == len(list(module.parameters()))
     )
+
+
+def by_grouped_products(root: nn.Module) -> dict[str, Any]:
+    """Return the modules of stacked experts that transformers computes by "grouped_mm", by name.
+
+    It counts the rows of each expert by ``histc``, which has no deterministic kernel on CUDA.
+    """
+    modules: dict[str, Any] = {name: module for name, module in root.named_modules() if _is_stacked(module)}
+    kinds = {name: getattr(getattr(each, "config", None), KIND, None) for name, each in modules.items()}
+    return {name: module for name, module in modules.items() if kinds[name] == "grouped_mm"}
 
 
 def shared_out(index: Index, ranks: int) -> dict[str, str]:

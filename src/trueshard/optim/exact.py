@@ -22,8 +22,13 @@ DIGITS = 53
 """Bits of float64 in which sums are exact."""
 LOSS_QUANTUM = 2.0**-24
 """Grid of a microbatch's summed loss: sums are exact up to 2**29."""
-_CHUNK = 1 << 16
+_CHUNKS = {"cpu": 1 << 16}
 """Elements that are squared at once, so that float64 copies stay in the cache."""
+_CHUNK = 1 << 22
+"""Elements elsewhere: the kernels take a GPU longer than launching them takes the host. The sums are exact, so they
+have the same bits."""
+_EXPONENT = 0x7FF << 52
+"""Bits of a float64 that hold its exponent; alone, those of the largest power of two that is at most a number."""
 
 
 def are_exact(parameters: Sequence[torch.Tensor]) -> bool:
@@ -81,16 +86,15 @@ def norm(groups: Sequence[ShardGroup], order: float, count: int) -> torch.Tensor
             local = all_reduce_over(group.ranks, local, dist.ReduceOp.MAX)
         peaks = torch.maximum(peaks, local)
     largest, missing = peaks.unbind()
-    if missing:
-        return largest.new_full((), math.nan)
-    if not largest or torch.isinf(largest):
-        return largest
-    scale = below(float(largest))  # a power of two, so that dividing by it rounds nothing
-    total: torch.Tensor = scale * _sum_of_powers(groups, order, scale, count) ** (1.0 / order)
-    return total
+    # A power of two, so that dividing by it rounds nothing. On the device, since reading a value would wait for it.
+    scale = largest.clone().view(torch.int64).bitwise_and_(_EXPONENT).view(torch.float64)
+    scale = torch.where(scale > 0, scale, 1.0)
+    total = scale * _sum_of_powers(groups, order, scale, count) ** (1.0 / order)
+    total = torch.where((largest == 0) | torch.isinf(largest), largest, total)
+    return torch.where(missing > 0, math.nan, total)
 
 
-def _sum_of_powers(groups: Sequence[ShardGroup], order: float, scale: float, count: int) -> torch.Tensor:
+def _sum_of_powers(groups: Sequence[ShardGroup], order: float, scale: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sum of abs(element / ``scale``) ** ``order``, 0-dim; no element is twice ``scale`` or more."""
     bits = math.ceil(math.log2(max(count, 2)))
     coarse = 2.0 ** (math.ceil(order) + bits - DIGITS + 1)
@@ -99,8 +103,8 @@ def _sum_of_powers(groups: Sequence[ShardGroup], order: float, scale: float, cou
     for group in groups:
         sums = torch.zeros_like(total)
         for piece in group.pieces:
-            for part in piece.detach().reshape(-1).split(_CHUNK):
-                sums += _sums(part.double().div_(scale), order, grids).to(sums)
+            for part in piece.detach().reshape(-1).split(_CHUNKS.get(piece.device.type, _CHUNK)):
+                sums += _sums(part.double().div_(scale.to(part.device)), order, grids).to(sums)
         total += sums if group.ranks is None else all_reduce_over(group.ranks, sums, dist.ReduceOp.SUM)
     return total.sum()
 

@@ -345,6 +345,7 @@ class GroupStandIns:
             self.owned = [(i, p) for i, p in cut if verdict.whole or not (verdict.inside or has_whole_rows(p))]
         self._single: dict[int, StandIn] = {id(p): Placeholder(p) for _, p in self.owned}
         """``id`` of a parameter → the stand-in that takes its place alone."""
+        self._placeholders: list[StandIn] = []
         self._joined = _join_neighbours(self._parameters) if verdict.elementwise else []
         joined = {id(member) for shards in self._joined for member in shards.members}
         # What is not joined in any step; of what is joined, a step may take some one by one.
@@ -358,6 +359,11 @@ class GroupStandIns:
             and all(map(operator.is_, parameters, self._parameters))
             and all(map(operator.is_, _torch.shards_of(parameters), self._memory))
         )
+
+    def placeholders(self) -> list[StandIn]:
+        """Return one for each parameter; they are made once, since making one is an operation of the device."""
+        self._placeholders = self._placeholders or [Placeholder(parameter) for parameter in self._parameters]
+        return list(self._placeholders)
 
     def now(self, state: State) -> list[StandIn]:
         """Return what stands in the group in this step: joined shards that are ready, then the others one by one."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, gather_parts
 from trueshard.model import names
 from trueshard.optim import exact
 from trueshard.optim.shards import (
@@ -143,9 +143,7 @@ def _over_stages(groups: Sequence[ShardGroup], order: float, foreach: bool | Non
     if groups:
         message[0] = _total(groups, order, foreach)
         message[1] = 1 + _FLOATS.index(_promoted(groups))
-    everyone = [torch.empty_like(message) for _ in range(stages.size())]
-    dist.all_gather(everyone, message, group=stages.get_group())
-    norms, kinds = torch.stack(everyone).unbind(1)
+    norms, kinds = gather_parts(message, stages.get_group()).unbind(1)
     dtypes = [_FLOATS[int(kind) - 1] for kind in kinds.tolist() if kind]
     if not dtypes:
         return torch.tensor(0.0)

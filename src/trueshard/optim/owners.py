@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of, group_over
+from trueshard.distributed import device_of, group_over, host_group
 from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
 from trueshard.optim.local_params import leaf_over, local_gradient
@@ -88,18 +88,18 @@ class Owned:
 
     def note(self) -> None:
         """Remember that the owner has this rank's rows as they are."""
-        self.fetched = self._fingerprint()
+        self.fetched = _torch.version(self.parameter), self.bit_sum()
 
     def is_stale(self) -> bool:
-        """True if somebody wrote to this rank's rows since the owner had them."""
-        return self.fetched != self._fingerprint()
+        """True if torch counted writes to this rank's rows since the owner had them.
 
-    def _fingerprint(self) -> tuple[int, torch.Tensor]:
-        """Return torch's count of writes to this rank's rows, and a sum over their bits.
-
-        The count alone misses writes through ``parameter.data``, which has a counter of its own.
+        The count misses writes through ``parameter.data``, which has a counter of its own: ``bit_sum`` shows them.
         """
-        return _torch.version(self.parameter), bits_of(self.parameter).sum(dtype=torch.int64)
+        return self.fetched is None or self.fetched[0] != _torch.version(self.parameter)
+
+    def bit_sum(self) -> torch.Tensor:
+        """Return a sum over the bits of this rank's rows: 0-dim int64."""
+        return bits_of(self.parameter).sum(dtype=torch.int64)
 
 
 def cut_over(parameter: DTensor) -> Ranks:
@@ -323,14 +323,19 @@ def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decouple
 
 def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
     """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients."""
-    any_stale = False
+    any_stale, unread = False, []
     for holders in dict.fromkeys(member.holders for member in members):
         here = [member for member in members if member.holders is holders]
-        stale = any(member.is_stale() for member in keeping if member.holders is holders)
+        kept = [member for member in keeping if member.holders is holders]
+        stale = any(member.is_stale() for member in kept)
+        on_host = device_of(holders.mesh).type == "cpu"
+        if on_host and kept and not stale:
+            stale = bool(_are_changed(kept))
         present = tuple(member.parameter.grad is not None for member in here)
         digest = hash(present) >> 2  # of a tuple of bools: the same in every process; negated below without overflow
-        message = torch.tensor([int(stale), digest, -digest], dtype=torch.int64, device=device_of(holders.mesh))
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=holders.group)
+        # Between hosts, which know it: a device would have to be waited for.
+        message = torch.tensor([int(stale), digest, -digest], dtype=torch.int64)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host_group(holders.group))
         anyone, most, least = message.tolist()
         if most != -least:
             shapes = [tuple(member.parameter.shape) for member, has in zip(here, present, strict=True) if not has]
@@ -339,7 +344,17 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
                 f"here {len(shapes)} have none, of shapes {shapes[:3]}: let every rank reach the same parameters"
             )
         any_stale |= bool(anyone)
-    return any_stale
+        if kept and not anyone and not on_host:
+            changed = _are_changed(kept).to(device_of(holders.mesh), torch.int64)
+            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=holders.group)
+            unread.append(changed)
+    return any_stale or bool(unread and torch.stack(unread).any())  # the one wait, of owners that keep values
+
+
+def _are_changed(members: Sequence[Owned]) -> torch.Tensor:
+    """Return whether bits of this rank's rows differ from those that owners have: 0-dim bool."""
+    before = [member.fetched[1] for member in members if member.fetched is not None]
+    return (torch.stack([member.bit_sum() for member in members]) != torch.stack(before)).any()
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, host_group
 
 Ranks: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions over which a tensor is sharded."""
@@ -73,9 +73,11 @@ def all_reduce_over(ranks: Ranks, values: torch.Tensor, op: dist.ReduceOp.RedOpT
     """Return ``values`` reduced over ``ranks``, on the device they came from."""
     mesh, dims = ranks
     # Shards that rest in host memory are not what an accelerator's collectives take.
-    reduced = values.to(device_of(mesh))
+    on_host = values.device.type == "cpu"
+    reduced = values if on_host else values.to(device_of(mesh))
     for dim in dims:
-        dist.all_reduce(reduced, op=op, group=mesh.get_group(dim))
+        group = mesh.get_group(dim)
+        dist.all_reduce(reduced, op=op, group=host_group(group) if on_host else group)
     return reduced.to(values.device)
 
 

@@ -340,7 +340,7 @@ class Stepping:
         nothing_local = all(isinstance(stand_in, Placeholder) for group in local for stand_in in group)
         walk = self._owners.walk(owned, groups, [verdict.decoupled for verdict in self._verdicts])
         for members, last in walk:
-            batch: list[list[StandIn]] = [[Placeholder(p) for p in group["params"]] for group in groups]
+            batch = [group.placeholders() for group in self._stand_ins]
             for member, leaf in members:
                 batch[member.place[0]][member.place[1]] = WholeTensor(member.parameter, leaf)
             if last and nothing_local:
@@ -368,7 +368,7 @@ class Stepping:
         self._settle_state(optimizer, owned)
         groups = optimizer.param_groups
         seed, number = _next_draws(optimizer)
-        nothing: list[list[StandIn]] = [[Placeholder(p) for p in group["params"]] for group in groups]
+        nothing = [group.placeholders() for group in self._stand_ins]
 
         def step_alone(place: Place, stand_in: StandIn) -> None:
             batch = [list(group) for group in nothing]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trueshard.distributed import gather_parts
 from trueshard.model.regions import rows_of
 
 Group = dist.ProcessGroup
@@ -205,13 +206,11 @@ def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def _gathered(x: torch.Tensor, dim: int, total: int, group: Group) -> torch.Tensor:
     """Parts may be of unequal size: each is sent as large as the largest, and cut after."""
-    largest, ranks = rows_of(total, 0, group.size())[1], group.size()
+    largest = rows_of(total, 0, group.size())[1]
     first = x.movedim(dim, 0)
     if first.shape[0] < largest:
         first = torch.cat([first, first.new_zeros((largest - first.shape[0], *first.shape[1:]))])
-    parts = first.new_empty((ranks, *first.shape))
-    dist.all_gather(list(parts.unbind()), first.contiguous(), group=group)
-    return parts.flatten(0, 1)[:total].movedim(0, dim).contiguous()
+    return gather_parts(first, group).flatten(0, 1)[:total].movedim(0, dim).contiguous()
 
 
 def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

@@ -200,8 +200,10 @@ def _travel(tokens: _Tokens, count: int, group: dist.ProcessGroup, compute: Comp
     """Return the weighted sum of what the experts of each token, of ``count`` in all, make of it: (tokens, width)."""
     hidden, chosen, _ = tokens
     ranks, choices = group.size(), chosen.shape[-1]
-    order, _ = _by_expert(chosen)
-    leaving = torch.bincount(chosen.flatten(), minlength=count)
+    order, by_expert = _by_expert(chosen)
+    # Where the rows of each expert end: bincount would wait for the largest number.
+    ends = torch.searchsorted(by_expert, torch.arange(count, device=chosen.device), right=True)
+    leaving = ends.diff(prepend=ends.new_zeros(1))
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=group)
     sent, received = torch.stack([leaving, arriving]).view(2, ranks, -1).sum(-1).tolist()

@@ -63,6 +63,8 @@ def shard(
                 resolved = axis.resolved(index, resolved, axes.sizes)
             resolved = with_cut_dimensions(index, resolved)
             exact.refuse(index.root, resolved)
+            if resolved.exact:
+                exact.refuse_experts(index.root, mesh)
             if resolved.exact and "cpu" in (mesh.device_type, resolved.offload):
                 exact.refuse_fused(optimizers)
             inside = resolved.tensor > 1 or bool(resolved.cut_dimensions)

@@ -32,6 +32,7 @@ from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
 from trueshard.model import names
+from trueshard.model.experts import by_grouped_products
 from trueshard.model.names import Index
 from trueshard.optim.exact import DIGITS, below, largest_of, to_grid
 from trueshard.options import EXPONENTS
@@ -86,6 +87,17 @@ def refuse(root: nn.Module, plan: Plan) -> None:
                 f"exact=True: {name!r} keeps statistics of what a rank has seen, which follow from the number of "
                 "ranks; replace it (GroupNorm), or freeze it with eval()"
             )
+
+
+def refuse_experts(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for experts whose forward torch would refuse on this device."""
+    if mesh.device_type == "cpu" or is_simulated(mesh) or not torch.are_deterministic_algorithms_enabled():
+        return
+    if modules := by_grouped_products(root):
+        raise ValueError(
+            f'exact=True: transformers computes the experts of {next(iter(modules))!r} by "grouped_mm", whose histc '
+            'has no deterministic kernel on CUDA; call model.set_experts_implementation("eager")'
+        )
 
 
 def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:

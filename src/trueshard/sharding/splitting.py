@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, host_group
 from trueshard.model import agreement, names
 from trueshard.parallel.collectives import part_of
 from trueshard.parallel.context import language_model, mask_trial
@@ -61,11 +61,12 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: 
     if runtime is None or mesh is None:
         return _shifted(batch, ignore_index)
     group, device = mesh.get_group(), device_of(runtime.mesh)
-    full = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-    _agree(full, group)
+    _agree(batch, group)
     length = ids.shape[1]
     if length < group.size():
         raise ValueError(f"input_ids: {length} positions are fewer than the {group.size()} ranks that share a sequence")
+    _check_positions(runtime, batch)  # where the batch lies: on the host that waits for nothing
+    full = _torch.to_device(dict(batch), device)
     masks = _masks(runtime, full)
     full = _shifted(full, ignore_index)
     full.setdefault("position_ids", torch.arange(length, device=device).unsqueeze(0))
@@ -104,16 +105,14 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
 def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
     tensors = sorted((key, value) for key, value in batch.items() if isinstance(value, torch.Tensor))
-    checksums = torch.stack([_with_shape(tensor) for _, tensor in tensors])
-    count = torch.tensor([len(tensors)], device=checksums.device)
-    every = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(every, count, group=group)
+    # Between hosts: of a batch that lies there, nothing has to be waited for.
+    checksums = torch.stack([_with_shape(tensor).to(tensors[0][1].device) for _, tensor in tensors]).tolist()
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, checksums, group=host_group(group))
     which = "tensors"
-    if len({int(count) for count in every}) == 1:
-        received = [torch.empty_like(checksums) for _ in range(group.size())]
-        dist.all_gather(received, checksums, group=group)
-        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
-        which = ", ".join(key for (key, _), differs in zip(tensors, differing, strict=True) if differs)
+    if len(set(map(len, every))) == 1:
+        columns = zip(tensors, *every, strict=True)
+        which = ", ".join(key for (key, _), *values in columns if len(set(values)) > 1)
     if which:
         raise ValueError(
             f"the ranks that share a sequence were given different {which}: let a sample's number follow from the rank "
@@ -126,16 +125,10 @@ def _with_shape(tensor: torch.Tensor) -> torch.Tensor:
     return agreement.checksum(tensor) + sum(size * 1_000_003**dim for dim, size in enumerate(tensor.shape))
 
 
-def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
-    """Return the mask of the whole sequences as the model would make it: a tensor, or one for each kind of layer."""
-    from transformers.masking_utils import create_masks_for_generate
-
+def _check_positions(runtime: Runtime, batch: Mapping[str, Any]) -> None:
+    """Raise ValueError for positions, or a mask without them, from which the model would compute something else."""
     model = language_model(names.Index(runtime.root))
-    trial = mask_trial(model)
-    ids, given_mask = batch["input_ids"], batch.get("attention_mask")
-    dtype = runtime.compute_dtype or model.dtype
-    embeddings = torch.empty((*ids.shape, 0), dtype=dtype, device=ids.device)
-    positions = batch.get("position_ids")
+    trial, given_mask, positions = mask_trial(model), batch.get("attention_mask"), batch.get("position_ids")
     if positions is None and given_mask is not None and trial.counts_by_mask and bool((given_mask.diff() > 0).any()):
         raise ValueError(
             f"position_ids: {_torch.own_class(model).__name__} counts them by the mask, which has padding before "
@@ -147,6 +140,16 @@ def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
             f"position_ids: {_torch.own_class(model).__name__} does not keep packed documents apart: each would see "
             "those before it; give one document a sequence, or a 4-D attention_mask"
         )
+
+
+def _masks(runtime: Runtime, batch: Mapping[str, Any]) -> Any:
+    """Return the mask of the whole sequences as the model would make it: a tensor, or one for each kind of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    model = language_model(names.Index(runtime.root))
+    trial = mask_trial(model)
+    ids, given_mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    embeddings = torch.empty((*ids.shape, 0), dtype=runtime.compute_dtype or model.dtype, device=ids.device)
     masks = create_masks_for_generate(
         model.config, embeddings, given_mask, None, positions if trial.keeps_apart else None
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trueshard.distributed import all_reduce, device_of
+from trueshard.distributed import all_reduce, all_reduce_on_hosts, device_of
 from trueshard.model import names
 from trueshard.optim.shards import widest_float
 from trueshard.sharding.exact import ExactSums
@@ -96,7 +96,8 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         print(mean.value(loss_sum))
 
     The gradients are those that one process has of the sum of all losses over the number of all tokens. Collective over
-    the model's mesh, all of its dimensions: one small all-reduce, which waits for the device once.
+    the model's mesh, all of its dimensions: one small all-reduce between hosts, which does not wait for the device,
+    unless ``tokens`` lie there.
 
     Args:
         model: sharded; or not sharded, in a program of one process. Of a pipeline the last stage, on its ranks alone,
@@ -123,7 +124,7 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         count, error = 0, caught
     # A flag says that a rank was given something else: if it raised at once, the others would wait in the all-reduce.
     shared = torch.tensor([count, error is not None])
-    total, errors = (shared if mesh is None else all_reduce(shared.to(device_of(mesh)), mesh)).tolist()
+    total, errors = (shared if mesh is None else all_reduce_on_hosts(shared, mesh)).tolist()
     if error is not None:
         raise error
     if errors:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.axes import AXES
-from trueshard.distributed import all_reduce, device_of, gather_objects
+from trueshard.distributed import all_reduce, device_of, gather_objects, gather_parts
 from trueshard.errors import ReplicasDiffer
 from trueshard.model import agreement, names
 from trueshard.model.regions import replicated_dims
@@ -227,9 +227,7 @@ def _hash(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
 def _differences(common: _Common, hashes: torch.Tensor) -> list[_Difference]:
     """Return the tensors that differ in a group; its ranks exchange all hashes. Collective in the group."""
     ranks = dist.get_process_group_ranks(common.group)
-    theirs = [torch.empty_like(hashes) for _ in ranks]
-    dist.all_gather(theirs, hashes, group=common.group)
-    table = torch.stack(theirs)
+    table = gather_parts(hashes, common.group)
     result = []
     for number in (table != table[0]).any(0).nonzero().flatten().tolist():
         item, column = common.items[number], table[:, number].tolist()

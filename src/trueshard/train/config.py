@@ -240,7 +240,8 @@ class OptimizerSection(Section):
     groups: list[GroupSection] = []
     """Parameters with settings of their own."""
     arguments: dict[str, Any] = {}
-    """Other keyword arguments of the class."""
+    """Other keyword arguments of the class. On a GPU, Adam and AdamW have `fused = true`, unless `fused`, `foreach` or
+    `capturable` is here, or shards rest in host memory."""
 
 
 class ScheduleSection(Section):

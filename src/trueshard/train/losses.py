@@ -45,6 +45,9 @@ OnRows = Callable[[nn.Module | None, Forward, torch.Tensor], torch.Tensor]
 """(head, its forward, hidden states [positions, features]) → output, any shape; (None, identity, logits) where the
 whole logits are held."""
 
+_ROWS = 1024
+"""Rows of a piece on an accelerator, at least: each piece reads and writes the whole sum of the weight's gradient,
+which takes an H100 as long as the products of some 250 rows."""
 _PIECES = 8
 """Number of pieces to recompute rows in: more save little memory, and each adds up a gradient."""
 
@@ -263,6 +266,8 @@ class _Summed(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
         pieces = -(-weight.shape[0] // weight.shape[1])  # so the logits of a piece are no larger than ``hidden``
         rows = -(-hidden.shape[0] // pieces) or 1
+        if hidden.device.type != "cpu":
+            rows = max(rows, _ROWS)
         for begin in range(0, hidden.shape[0], rows):
             some, target = hidden[begin : begin + rows], targets[begin : begin + rows]
             counts = target.ne(IGNORED).unsqueeze(1)
@@ -296,7 +301,7 @@ class _Summed(torch.autograd.Function):
 def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
     """Add ``first @ second`` to ``total`` in its wider dtype; on CUDA from factors in the dtype of ``second``."""
     if total.device.type == "cuda" and second.dtype != total.dtype:
-        total += torch.mm(first.to(second.dtype), second, out_dtype=total.dtype)
+        torch.addmm(total, first.to(second.dtype), second, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(first, second.to(total.dtype))
 

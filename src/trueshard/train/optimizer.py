@@ -24,14 +24,25 @@ from trueshard.errors import UserError, explained, one_line
 from trueshard.train.config import OptimizerSection, ScheduleSection
 from trueshard.train.models.parameters import match_globs
 
+_KERNELS = {"fused", "foreach", "capturable", "differentiable"}
+"""Arguments of torch's optimizers that choose the kernel."""
 
-def build_optimizer(section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return the optimizer over the trainable parameters. Raises `UserError` for a wrong class, argument or glob."""
+
+def build_optimizer(
+    section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]], *, on_gpu: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer over the trainable parameters. Raises `UserError` for a wrong class, argument or glob.
+
+    ``on_gpu``: shards rest there, so Adam and AdamW have their fused kernel unless the section chooses.
+    """
     kind = imported_class(section.class_path, torch.optim.Optimizer, "optimizer.class")
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:
         raise UserError("[optimizer]: no parameter is trainable; freeze fewer with model.freeze, or add an [adapter]")
     arguments: dict[str, Any] = {"lr": section.lr, **section.arguments}
+    chosen = {key for given in (section.arguments, *(group.arguments for group in section.groups)) for key in given}
+    if on_gpu and kind in (torch.optim.Adam, torch.optim.AdamW) and not chosen & _KERNELS:
+        arguments["fused"] = True  # reads and writes each number once, and needs no memory beside them
     if section.betas is not None:
         arguments["betas"] = tuple(section.betas)
     if section.weight_decay is not None:

@@ -24,7 +24,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
-from trueshard.distributed import device_of
+from trueshard.distributed import device_of, host_group
 from trueshard.errors import TrueShardError
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
@@ -69,13 +69,30 @@ class Callback:
 
 
 def over_ranks(
-    values: Iterable[float | torch.Tensor], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    values: Iterable[float | torch.Tensor],
+    device: torch.device,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    alike: Iterable[float | torch.Tensor] = (),
 ) -> list[float]:
-    """Return each value reduced over ranks, in float64, which holds bytes exactly. Collective."""
-    shared = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+    """Return each value reduced over ranks, in float64, which holds bytes exactly; then those that are ``alike``.
+
+    Collective. Waits for the device once, or not at all if no value lies there.
+    """
+    values, alike = list(values), list(alike)
+    on_device = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in [*values, *alike])
+
+    def joined(some: list[float | torch.Tensor]) -> torch.Tensor:
+        # A number goes to the device as an argument of a kernel: a copy of it would wait.
+        numbers = [v if isinstance(v, torch.Tensor) and v.device.type != "cpu" else float(v) for v in some]
+        where: dict[str, Any] = {"dtype": torch.float64, "device": device if on_device else "cpu"}
+        tensors = [v.detach().double() if isinstance(v, torch.Tensor) else torch.full((), v, **where) for v in numbers]
+        return torch.stack(tensors) if tensors else torch.zeros(0, **where)
+
+    shared = joined(values)
     if dist.is_initialized():
-        dist.all_reduce(shared, op)
-    reduced: list[float] = shared.tolist()
+        world: Any = dist.group.WORLD
+        dist.all_reduce(shared, op, group=world if on_device else host_group(world))
+    reduced: list[float] = torch.cat([shared, joined(alike)]).tolist()
     return reduced
 
 
@@ -250,9 +267,10 @@ class Trainer:
             loss_sum += self._summed(part) * self._leads_tensor
         self._scaling.unscale_(self.optimizer)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = float(clip_grad_norm_(self.model.parameters(), limit))
+        norm_here = clip_grad_norm_(self.model.parameters(), limit)
         lost = self._saving is not None and self._saving.done and self._saving.failure is not None
-        total, read, wishes, failures = over_ranks([loss_sum, tokens, self.wants_stop(), lost], self.device)
+        sums = loss_sum, tokens, self.wants_stop(), lost
+        total, read, wishes, failures, norm = over_ranks(sums, self.device, alike=[norm_here])  # the one wait of a step
         if failures:
             self._wait_for_checkpoint()  # raises on every rank what went wrong on one
         loss, self.step, self.tokens = total / mean.total, self.step + 1, self.tokens + int(read)
@@ -338,7 +356,7 @@ class Trainer:
 
     def _sum_of_evaluation(self, batches: Iterator[Any]) -> list[float]:
         """Return the sum of the loss and the number of its terms, over all ranks."""
-        sums, batch = [0.0, 0.0], None
+        loss, terms, batch = torch.zeros((), device=self.device, dtype=torch.float64), 0, None
         while True:
             fresh = next(batches, None)
             batch = batch if fresh is None else fresh
@@ -347,10 +365,10 @@ class Trainer:
                 break
             if empty:
                 raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            part = float(self._summed(self.loss(self.model, self._local(batch))))
+            part = self._summed(self.loss(self.model, self._local(batch)))
             if fresh is not None and self._leads_tensor:
-                sums = [sums[0] + part, sums[1] + self._count([batch])]
-        total, count = over_ranks(sums, self.device)
+                loss, terms = loss + part, terms + self._count([batch])
+        total, count = over_ranks([loss, terms], self.device)
         if not count:
             raise ValueError("the evaluation has no target; give it data that has")
         return [total, count]

@@ -406,6 +406,7 @@ class ConfigSubject(Subject):
         self._config: Config = case.source
         ready = check(self._config, case.parts, make=not (self._config.run.folder / "data").exists())
         self._settings, self._data = ready.architecture, ready.data
+        self._on_gpu = torch.cuda.is_available() and case.choices.offload != "cpu"
         if case.layers is not None:
             shorten(self._settings, case.layers)
         self.name = str(getattr(self._settings, "model_type", "model"))
@@ -426,7 +427,7 @@ class ConfigSubject(Subject):
         del filled
         if torch.cuda.is_available():
             model.cuda()
-        optimizer = session.build_optimizer(config.optimizer, model.named_parameters())
+        optimizer = session.build_optimizer(config.optimizer, model.named_parameters(), on_gpu=self._on_gpu)
         loss: Loss = CausalLoss(config.train.whole_logits)
         if config.data.format == "preference":
             reference = copy.deepcopy(model).requires_grad_(False) if config.adapter is None else None
@@ -439,7 +440,7 @@ class ConfigSubject(Subject):
 
         config, settings = self._config, self._settings
         model = session.build(config, settings)
-        optimizer = session.build_optimizer(config.optimizer, model.named_parameters())
+        optimizer = session.build_optimizer(config.optimizer, model.named_parameters(), on_gpu=self._on_gpu)
         section = type(config.shard)(**vars(self.case.choices), replicate=self.case.replicate)
         try:
             plan = session.shard(section, model, optimizer)

@@ -28,6 +28,7 @@ from trueshard.checkpoint.layout import adapted_keys
 from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_unwritten
 from trueshard.errors import UserError, explained, one_line, with_kind
 from trueshard.model import names
+from trueshard.model.experts import KIND, by_grouped_products
 from trueshard.model.units import choose_units
 from trueshard.sharding.engine import sharded
 from trueshard.text import load_json, nearest
@@ -154,6 +155,9 @@ def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
         _quantise(model, config.model.quantize, config.adapter, checking)
     if config.adapter is not None:
         model = adapters.add_adapter(model, config.adapter, None if config.images else "CAUSAL_LM", checking)
+    if config.train.exact and torch.cuda.is_available():  # whose kernels have to be deterministic
+        for module in by_grouped_products(model).values():
+            setattr(module.config, KIND, "eager")
     freeze(model, config.model.freeze)
     return model
 

@@ -236,7 +236,7 @@ class Draw(LogitsProcessor):
         encoder: PromptEncoder,
     ) -> None:
         self._requests, self._sampling, self._ends, self._tokenizer = requests, sampling, ends, encoder.tokenizer
-        self._never = torch.tensor(encoder.never, dtype=torch.int64)
+        self._never = torch.tensor(encoder.never, dtype=torch.int64)  # moved to where the scores are, once
         self._keys = np.array([key_of(sampling.seed, request.name) for request in requests], dtype=np.uint64)
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
@@ -257,25 +257,32 @@ class Draw(LogitsProcessor):
         greedy = self._sampling.temperature == 0
         logits = scores.float()
         if len(self._never):
-            logits = logits.index_fill(1, self._never.to(logits.device), -torch.inf)
+            self._never = self._never.to(logits.device)
+            logits = logits.index_fill(1, self._never, -torch.inf)
         logprobs = (logits if greedy else logits / self._sampling.temperature).log_softmax(1)
         if greedy:
             chosen = logprobs.argmax(1)
         else:
             places = np.array([self._requests[row].first + len(self._tokens[row]) for row in rows], dtype=np.uint64)
             numbers = uniform(self._keys[list(rows)], places)
-            chosen = drawn(self._warped(logprobs), torch.from_numpy(numbers))
+            chosen = drawn(self._warped(logprobs), on_device(numbers, logprobs.device))
         of_chosen = logprobs.gather(1, chosen[:, None])[:, 0]
-        for row, token, logprob in zip(rows, chosen.tolist(), of_chosen.tolist(), strict=True):
+        # Read together, since each reading waits for the device; float64 holds a token's number, too.
+        read = torch.stack([chosen.double(), of_chosen.double()]).tolist()
+        for row, token, logprob in zip(rows, *read, strict=True):
             if not self.done[row]:
-                self._record(row, token, logprob)
+                self._record(row, int(token), logprob)
         return chosen
 
     def _warped(self, logprobs: torch.Tensor) -> torch.Tensor:
         sampling, unused = self._sampling, torch.empty(0, dtype=torch.int64)
         if sampling.top_k:
             logprobs = TopKLogitsWarper(sampling.top_k)(unused, logprobs)
-        return TopPLogitsWarper(sampling.top_p)(unused, logprobs) if sampling.top_p < 1 else logprobs
+        if sampling.top_p == 1:
+            return logprobs
+        if logprobs.device.type != "cpu":
+            return nucleus(logprobs, sampling.top_p)
+        return TopPLogitsWarper(sampling.top_p)(unused, logprobs)
 
     def _record(self, row: int, token: int, logprob: float) -> None:
         self._tokens[row].append(token)
@@ -310,7 +317,13 @@ class EndOfAnswers(StoppingCriteria):
         self._draw = draw
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.tensor(self._draw.done, device=input_ids.device)
+        return on_device(np.array(self._draw.done), input_ids.device)
+
+
+def on_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def scores_of(
@@ -326,12 +339,33 @@ def drawn(
     numbers: torch.Tensor,  # [rows], float64 in [0, 1)
 ) -> torch.Tensor:
     """Return the token of each row at which its cumulative distribution first exceeds a number: int64 [rows]."""
-    # In fixed point: sums of integers are exact in any order, and CUDA has no deterministic cumsum of floats.
-    heights = (logs.softmax(1).double() * 2.0**52).round().long().cumsum(1)
+    heights = _cumulative(logs)
     levels = (numbers.to(heights.device)[:, None] * heights[:, -1:]).long()  # rounded, heights end near 2**52
     tokens = torch.searchsorted(heights, levels, right=True)[:, 0]
     last = (heights < heights[:, -1:]).sum(1)  # the last token that has any probability
     return torch.minimum(tokens, last)
+
+
+def nucleus(
+    logs: torch.Tensor,  # [rows, vocabulary], log-probabilities
+    top_p: float,
+) -> torch.Tensor:
+    """Return ``logs`` of the likeliest tokens that have the probability ``top_p`` together, and -inf for the others.
+
+    As transformers' warper, whose sums in float32 have no deterministic kernel on CUDA.
+    """
+    ordered, places = logs.sort(1)
+    outside = _cumulative(ordered) <= round((1 - top_p) * 2**52)
+    outside[:, -1] = False
+    return logs.masked_fill(outside.scatter(1, places, outside), -torch.inf)
+
+
+def _cumulative(logs: torch.Tensor) -> torch.Tensor:
+    """Return cumulative probabilities of each row in steps of 2**-52, int64.
+
+    In fixed point: sums of integers are exact in any order, and CUDA has no deterministic cumsum of floats.
+    """
+    return (logs.softmax(1).double() * 2.0**52).round().long().cumsum(1)
 
 
 def key_of(seed: int, name: Name) -> int:

@@ -102,14 +102,14 @@ class PolicyLoss:
         left_out = NOT_INPUTS if self.reads_mask else (*NOT_INPUTS, "attention_mask")
         inputs = {key: value for key, value in batch.items() if key not in left_out}
         targets = batch["targets"]
-        mask = targets.ne(IGNORED).flatten()
-        chosen = targets.flatten()[mask]
+        places = targets.ne(IGNORED).flatten().nonzero().flatten()  # once: how many there are has to be waited for
+        chosen = targets.flatten().index_select(0, places)
 
         def compute(head: nn.Module | None, forward: Forward, hidden: torch.Tensor) -> torch.Tensor:
             def piece(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
                 return self._of_logits(forward(rows), tokens)
 
-            hidden, width = hidden[mask], getattr(head, "out_features", None)
+            hidden, width = hidden.index_select(0, places), getattr(head, "out_features", None)
             if width is not None and len(chosen) * width <= FEW:
                 return piece(hidden, chosen)
             # Whole logits, and a pass without gradients, have nothing to save by computing it again.
@@ -117,7 +117,6 @@ class PolicyLoss:
 
         with without_dropout(model):
             result = self._rows_of(model, inputs, targets.shape, compute).view(-1, 2)
-        places = mask.nonzero().flatten()
         spread = result.new_zeros(targets.numel(), 2).index_copy(0, places, result)
         return spread[:, 0].view(targets.shape), spread[:, 1].detach().view(targets.shape)
 

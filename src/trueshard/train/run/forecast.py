@@ -90,6 +90,7 @@ def study(
         hardware = device if isinstance(device, Hardware) else catalogue.hardware_here(device)
         if isinstance(device, torch.device) and device.type == "cpu":  # the catalogue cannot know what a rank may have
             hardware = dataclasses.replace(hardware, memory_bytes=memory_of_process(ranks_per_node))
+        rests_on_gpu = hardware.name != "cpu" and config.shard.options().offload != "cpu"
         copy = rl_forecast.rollout_copy(config, settings, hardware, ranks)
         readers = config.shard.readers(ranks)  # ranks that share matrices or sequences have the same samples
         request = Request(
@@ -102,7 +103,7 @@ def study(
             sequence=train.sequence_length,
             microbatch=train.microbatch or -(-train.batch_size // train.accumulate // readers) or 1,
             accumulation=train.accumulation(readers),
-            optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters()),
+            optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters(), on_gpu=rests_on_gpu),
             loss=loss,
             score=score,
             beside=rl_forecast.beside(config, settings, copy),

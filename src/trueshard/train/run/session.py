@@ -183,7 +183,8 @@ def build_trainer(
     config, settings, data = ready.config, ready.architecture, ready.data
     train, steps = config.train, ready.steps
     model = build(config, settings)
-    optimizer = build_optimizer(config.optimizer, model.named_parameters())
+    rests_on_gpu = device.type == "cuda" and config.shard.options().offload != "cpu"
+    optimizer = build_optimizer(config.optimizer, model.named_parameters(), on_gpu=rests_on_gpu)
     seed_all(train.seed)  # an optimizer may draw from it, and sums are exact only if all ranks draw alike
     plan = shard(config.shard, model, optimizer)
     fill(config, model)
