@@ -11,12 +11,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.plugins import AsyncCheckpointIO, MixedPrecision
+from pytorch_lightning.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 import trueshard
 from cases import as_on_one_device, on_ranks
+from gathering import whole
 from parity import Ranks, assert_same
 from traffic import Traffic
 from trueshard.integrations.lightning import TrueShardStrategy, consolidate
@@ -333,6 +336,8 @@ def test_what_is_refused(rank: int, ranks: int) -> None:
 
     with pytest.raises(TypeError, match="mixed_precision"):
         TrueShardStrategy(mixed_precison="bf16")
+    with pytest.raises(TypeError, match="CheckpointIO"):
+        fit(Net(), {}, plugins=[AsyncCheckpointIO()])
     module = Net()
     job = fit(module, {})
     with pytest.raises(ValueError, match="sharded before"):
@@ -363,3 +368,53 @@ def test_whole_state_dict_samples_and_copies(rank: int, ranks: int) -> None:
     assert list(whole) == (list(module.state_dict()) if rank == 0 else [])
     if rank == 0:
         Net().load_state_dict(whole)
+
+
+@pytest.mark.rest
+@as_on_one_device(ranks=3, rtol=1e-4, atol=1e-5)
+def test_a_second_fit_with_new_optimizers(rank: int, ranks: int) -> Any:
+    module = Net()
+    trainer(rank, ranks).fit(module, loader(rank, ranks))
+    trainer(rank, ranks).fit(module, loader(rank, ranks))
+    return outcome(module)
+
+
+class Measured(Net):
+    """With a metric, a module of Lightning's inside, and Muon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.accuracy = MulticlassAccuracy(5)
+        self.inner = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.inner(x)
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("val", self.accuracy, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([block.weight for block in [*self.blocks, *self.inner.blocks]], lr=0.01)
+
+
+@pytest.mark.rest
+@as_on_one_device(ranks=2, rtol=1e-4, atol=1e-4)
+def test_a_metric_and_an_optimizer_of_whole_tensors(rank: int, ranks: int) -> Any:
+    module = Measured()
+    job = trainer(rank, ranks)
+    job.fit(module, loader(rank, ranks), loader(rank, ranks, 1))
+    return outcome(module) | {"val": job.callback_metrics["val"]}
+
+
+@pytest.mark.rest
+@on_ranks(2)
+def test_the_tuner_leaves_weights_as_they_were(rank: int, ranks: int, tmp_path: Path) -> None:
+    module = Net()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    job = trainer(rank, ranks, default_root_dir=tmp_path)
+    found = Tuner(job).lr_find(module, loader(rank, ranks, 8), num_training=8, update_attr=False)
+    assert len(found.results["loss"]) == 8
+    assert_same(whole(module.state_dict()), before)
+    assert not list(tmp_path.glob("*.ckpt*"))

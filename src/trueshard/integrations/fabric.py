@@ -1,23 +1,17 @@
-"""A strategy for Lightning ``Fabric``.
-
-from trueshard.integrations.fabric import TrueShardFabricStrategy
-
-fabric = Fabric(devices=8, strategy=TrueShardFabricStrategy())
-model, optimizer = fabric.setup(model, optimizer)
-"""
+"""A strategy for Lightning ``Fabric``: ``Fabric(devices=8, strategy=TrueShardFabricStrategy())``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 import trueshard
-from trueshard.integrations.lightning_strategies import ShardsModules, installed, save_folder, unpack
+from trueshard.integrations.lightning_strategies import ShardsModules, installed, made_on_cpu, save_folder, unpack
 
 lf: Any = installed("lightning.fabric", "lightning_fabric")
 Base: Any = lf.strategies.DDPStrategy
@@ -48,11 +42,7 @@ class TrueShardFabricStrategy(ShardsModules, Base):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Make modules on the CPU, or with ``empty_init`` without memory, for a checkpoint to fill."""
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return made_on_cpu(self.precision.module_init_context(), empty_init)
 
     def clip_gradients_norm(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import trueshard
 from trueshard.checkpoint.catalogue import Catalogue, is_url, open_catalogue
 from trueshard.checkpoint.format import Manifest
 from trueshard.files import replacing
-from trueshard.integrations.lightning_strategies import ShardsModules, installed, save_folder, unpack
+from trueshard.integrations.lightning_strategies import ShardsModules, installed, made_on_cpu, save_folder, unpack
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.methods import NO_PASSES
 
@@ -56,9 +56,7 @@ class TrueShardStrategy(ShardsModules, Base):
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == "fit"
         if module._compiler_ctx is not None:
-            raise ValueError(
-                "the module was compiled whole: give TrueShardStrategy(compile=True), and the module itself"
-            )
+            raise ValueError("the module was compiled whole: give it as it is, and compile=True to the strategy")
         if runtime_of(module) is None:
             if fits and self._layer_sync is not None:
                 module = self._layer_sync.apply(module)
@@ -78,22 +76,19 @@ class TrueShardStrategy(ShardsModules, Base):
         runtime = runtime_of(module)
         assert runtime is not None
         runtime.batch_trial = None  # it would call a step of a copy, which logs to this Trainer
-        module._device = self.root_device
         metrics: Any = sys.modules.get("torchmetrics")
-        for metric in module.modules() if metrics else ():
-            if isinstance(metric, metrics.Metric):  # whose states are no buffers
-                metric.to(self.root_device)
+        for part in module.modules():
+            if isinstance(part, pl.LightningModule):
+                part._device = self.root_device
+            elif metrics and isinstance(part, metrics.Metric):  # whose states are no buffers
+                part.to(self.root_device)
 
     def model_to_device(self) -> None:
         """Do nothing: ``shard()`` moves unit by unit, so that the whole module is never on one device."""
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Make modules on the CPU, or with ``empty_init`` without memory, for a checkpoint to fill."""
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision_plugin.tensor_init_context())
-        return stack
+        return made_on_cpu(self.precision_plugin.tensor_init_context(), empty_init)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         return trueshard.accumulate(self.lightning_module, last=False)

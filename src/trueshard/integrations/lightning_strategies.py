@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ def installed(*packages: str) -> Any:
     )
 
 
+def made_on_cpu(precision: AbstractContextManager[Any], empty: bool | None) -> AbstractContextManager[Any]:
+    """Return a context in which modules are made on the CPU, or, if ``empty``, without memory."""
+    stack = ExitStack()
+    if empty:
+        stack.enter_context(torch.device("meta"))
+    stack.enter_context(precision)
+    return stack
+
+
 class ShardsModules:
     """Mixin for a ``DDPStrategy`` of either: ``shard()`` in the place of DistributedDataParallel.
 
@@ -62,12 +72,19 @@ class ShardsModules:
         if options.offload == "cpu" and torch.cuda.is_available():  # what rests on the CPU is reduced there
             base.setdefault("process_group_backend", "cpu:gloo,cuda:nccl")
         super().__init__(**base)
-        self._how, self._mesh, self._replicate, self._weights_only = plan or options, mesh, replicate, weights_only
+        self._how, self._mesh, self._replicate, self._weights_only = (
+            options if plan is None else plan,
+            mesh,
+            replicate,
+            weights_only,
+        )
         self._arguments: dict[str, Any] = {"plan": plan, **words}
         self._axes: Any = None
 
     def setup_environment(self) -> None:
         super().setup_environment()  # type: ignore[misc]
+        if type(self.checkpoint_io).__name__ != "TorchCheckpointIO":  # type: ignore[attr-defined]
+            raise TypeError("a checkpoint is written by trueshard.save(): leave out the CheckpointIO")
         if self._axes is None:
             if self._replicate > 1:
                 self._mesh = distributed.replicated_mesh(self._replicate, sizes_of(self._how))
