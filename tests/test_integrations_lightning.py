@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import trueshard
 from cases import as_on_one_device, on_ranks
+from documents_blocks import blocks
+from emulated_cuda import build
+from emulated_cuda.running import run as emulated
 from gathering import whole
 from parity import Ranks, assert_same
 from traffic import Traffic
@@ -418,3 +422,16 @@ def test_the_tuner_leaves_weights_as_they_were(rank: int, ranks: int, tmp_path: 
     assert len(found.results["loss"]) == 8
     assert_same(whole(module.state_dict()), before)
     assert not list(tmp_path.glob("*.ckpt*"))
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler: install g++, or set CXX")
+def test_on_an_emulated_device_with_offload_and_a_scaler(tmp_path: Path) -> None:
+    (script,) = (block.text for block in blocks("docs/how-to/stay-in-lightning.md") if block.title.startswith("train"))
+    script = re.sub(r".*accelerator=.*\n", '        precision="16-mixed",\n', script)
+    script = script.replace('reshard_after_forward="always"', 'offload="cpu"').replace("max_epochs=2", "max_epochs=1")
+    (tmp_path / "train.py").write_text(script + "    print('on', trainer.model.device, trainer.global_step)\n")
+    done = emulated([str(tmp_path / "train.py")], devices=2, processes=2, cwd=tmp_path)
+    assert (done.code, done.faults) == (0, []), done.output
+    assert "on cuda:0 4" in done.output
+    assert trueshard.check(tmp_path / "kept" / "last.ckpt").tensors

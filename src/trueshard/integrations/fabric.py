@@ -44,18 +44,6 @@ class TrueShardFabricStrategy(ShardsModules, Base):
         """Make modules on the CPU, or with ``empty_init`` without memory, for a checkpoint to fill."""
         return made_on_cpu(self.precision.module_init_context(), empty_init)
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> torch.Tensor:
-        self.precision.unscale_gradients(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return trueshard.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],

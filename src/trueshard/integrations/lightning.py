@@ -47,9 +47,10 @@ class TrueShardStrategy(ShardsModules, Base):
         cluster_environment, process_group_backend, timeout, start_method: as for Lightning's ``DDPStrategy``.
     """
 
-    strategy_name = "trueshard"
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
+    """True if what was loaded is a file, which another strategy wrote."""
     _state: Mapping[str, Any] | None = None
-    _is_file = False
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
@@ -147,25 +148,16 @@ class TrueShardStrategy(ShardsModules, Base):
         """Load a folder into module and optimizers; of a file, which another strategy wrote, return all. Collective."""
         path, module = str(self.broadcast(checkpoint_path)), self.lightning_module
         weights_only = self._weights_only if weights_only is None else weights_only
-        self._is_file = not is_url(path) and os.path.isfile(path)
-        if self._is_file:
+        self.lightning_restore_optimizer = not is_url(path) and os.path.isfile(path)
+        if self.lightning_restore_optimizer:
             return super().load_checkpoint(path, weights_only)
         fits = module.trainer.state.fn == "fit"
         optimizers = self._named_optimizers() if fits else None
         found = trueshard.load(path, model=module, optimizer=optimizers, strict=module.strict_loading, rng=fits)
         return unpack(path, found, weights_only)
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True if what is loaded is a file of another strategy."""
-        return self._is_file
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._is_file:
+        if self.lightning_restore_optimizer:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
