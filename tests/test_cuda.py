@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import TopPLogitsWarper
 
 import trueshard
 from cases import on
+from emulated_cuda import FOLDER
+from emulated_cuda.reports import counting
 from gathering import parameters, whole
 from models import CASES, rows
 from parity import DEVICE, Pool, Ranks, assert_same
 from planning import Setting
 from stepping import accumulate
 from trueshard import _torch
+from trueshard.checkpoint import saving
+from trueshard.checkpoint.hashing import hash_here
+from trueshard.optim import exact
+from trueshard.optim.shards import group_shards
 from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.rehearse import rehearse
-from trueshard.train.rl.engine import drawn
+from trueshard.train.losses import summed
+from trueshard.train.rl.engine import drawn, nucleus
 from trueshard.train.rl.vllm import copied_weights
 
 if DEVICE != "cuda":
@@ -334,14 +343,103 @@ def test_a_group_of_gloo_alone_is_one_of_the_cpu(pool: Pool) -> None:
     Ranks(1, pool).run(shards_on_the_cpu, group=False)
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@rest
+def test_likeliest_tokens_are_chosen_by_deterministic_kernels() -> None:
+    logs = torch.randn(16, 100, generator=torch.Generator().manual_seed(0)).log_softmax(1)
+    for top_p in (0.01, 0.5, 0.9):
+        with deterministic():
+            found = nucleus(logs.cuda(), top_p).cpu()
+        assert torch.equal(found, TopPLogitsWarper(top_p)(torch.empty(0), logs))
+
+
+@rest
+@on("devices")
+def test_experts_without_a_deterministic_kernel_are_refused_by_name(rank: int, world_size: int) -> None:
+    with deterministic():
+        model = CASES["qwen3_moe"].build(0).cuda()
+        model.set_experts_implementation("grouped_mm")
+        optimizers = adamw(model)
+        with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.*set_experts_implementation"):
+            trueshard.shard(model, *optimizers, exact=True)
+        model.set_experts_implementation("eager")
+        trueshard.shard(model, *optimizers, exact=True)
+        train("qwen3_moe", model, optimizers, (rank, world_size))
+
+
+@rest
+def test_exact_norms_and_hashes_take_large_pieces() -> None:
+    """The bits are those of the CPU's small pieces; the operations do not grow with the elements."""
+    values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    norms, hashes, costs = [], [], []
+    for device in ("cuda", "cpu"):
+        here = values.to(device)
+        with counting() as cost:
+            norms.append(exact.norm(group_shards([here]), 2.0, here.numel()))
+        costs.append(cost)
+        with counting() as cost:
+            hashes.append(hash_here(here))
+        costs.append(cost)
+    assert torch.equal(*(norm.cpu() for norm in norms))
+    assert hashes[0] == hashes[1]
+    if FOLDER in os.environ:
+        assert [each.operations for each in costs] == [NORM, HASH, 0, 0]
+        assert [each.waits.total() for each in costs] == [0, 1, 0, 0]
+
+
+NORM, HASH = 57, 35
+"""Operations of two pieces: with pieces of a CPU's cache it would be 1,100 and 2,500."""
+
+
+@rest
+@on("devices")
+def test_saves_are_staged_in_the_same_pinned_memory(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = CASES["llama"].build(0).cuda()
+    (optimizer,) = adamw(model)
+    trueshard.shard(model, optimizer)
+    places = []
+    for number in range(2):
+        train("llama", model, [optimizer], (rank, world_size))
+        saved = trueshard.save(tmp_path / str(number), model=model, optimizer=optimizer, wait=False)
+        expected = parameters(model)
+        train("llama", model, [optimizer], (rank, world_size))
+        saved.wait()
+        places.append(saving._pinned.data_ptr())
+        assert saving._pinned.is_pinned()
+        trueshard.load(tmp_path / str(number), model=model, optimizer=optimizer)
+        assert_same(parameters(model), expected)
+    assert places[0] == places[1]
+
+
+@rest
+def test_the_loss_of_a_head_adds_up_in_place() -> None:
+    """Products in bfloat16, added to a float32 sum by the kernel itself."""
+    found = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        head = nn.Linear(32, 96, bias=False).to(torch.bfloat16)
+        hidden = torch.randn(40, 32, dtype=torch.bfloat16)
+        targets = torch.arange(40) % 96
+        head, hidden = head.to(device), hidden.to(device).requires_grad_()
+        loss = summed(head, hidden, targets.to(device))
+        loss.backward()
+        found.append([each.detach().float().cpu() for each in (loss, hidden.grad, head.weight.grad)])
+    assert_same(found[0], found[1], rtol=2e-2, atol=2e-2)
+
+
 @rest
 def test_tokens_are_drawn_by_deterministic_kernels() -> None:
     logs = torch.randn(16, 100, generator=torch.Generator().manual_seed(0))
     numbers = torch.linspace(0, 1 - 2.0**-53, 16, dtype=torch.float64)
     expected = torch.searchsorted(logs.softmax(1).double().cumsum(1), numbers[:, None], right=True)[:, 0]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         tokens = drawn(logs.cuda(), numbers).cpu()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(tokens, expected.clamp(max=99))
