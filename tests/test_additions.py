@@ -147,7 +147,10 @@ def test_what_fsdp2_would_not_follow_is_refused_where_it_is_assigned(rank: int, 
     for write in writers:
         with pytest.raises(RuntimeError, match=naming("trueshard.save(folder, model=model)")):
             write(embedded)
-    with pytest.raises(RuntimeError, match=naming("sharded", "DistributedDataParallel", "trueshard.Trainer")):
+    with pytest.raises(
+        RuntimeError,
+        match=naming("sharded", "DistributedDataParallel", "ShardedTrainer"),
+    ):
         DistributedDataParallel(nn.Sequential(embedded))
     words = torch.ones(2, 4, dtype=torch.long)
     embedded.eval()

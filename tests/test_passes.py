@@ -27,7 +27,7 @@ from models import CASES
 from models.handmade import Block, Methods, Scalar, Stack, TiedLanguageModel
 from parity import LAUNCHER_VARIABLES, RankFailure, Ranks, assert_same
 from resting import all_but
-from stepping import accumulate, shard_over, take_step
+from stepping import EPS, accumulate, shard_over, take_step
 from training import train, train_many
 from trueshard import _torch
 from trueshard.distributed import device_of
@@ -420,3 +420,41 @@ def test_architectures_take_the_words_too(word: str, alone: Ranks, ranks2: Ranks
         (expected,) = alone.run(train, name)
         for found in ranks2.run(train_many, [name], words):
             assert_same(found[name]["parameters"], expected["parameters"], rtol=tolerance[0], atol=tolerance[1])
+
+
+class Adapted(nn.Linear):
+    """A frozen matrix, and two rows that train: of three ranks the last one holds none of them."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((2, 6), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.down.T @ self.down
+
+
+@as_on_one_device(3)
+def test_ranks_agree_on_what_a_step_made_old(rank: int, world_size: int) -> Any:
+    """A rank that has written nothing gathers with the others when layers are called one by one, as PEFT generates."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 6), Adapted(), Adapted(), nn.Linear(6, 6))
+    for end in (model[0], model[-1]):
+        end.requires_grad_(False)
+
+    def generate(x: torch.Tensor) -> torch.Tensor:
+        for layer in [*model, *model]:
+            x = layer(x)
+        return x
+
+    model.generate = generate
+    optimizer = torch.optim.AdamW([layer.down for layer in model[1:3]], lr=0.1, eps=EPS, fused=True)
+    shard_over(world_size, model, optimizer, units=[Adapted])
+    found = []
+    for seed in range(3):
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            found.append(model.generate(x))
+        model(x.chunk(world_size)[rank]).pow(2).mean().backward()
+        take_step(optimizer)
+    return found

@@ -935,3 +935,17 @@ def test_threads_stand_for_ranks() -> None:
 
     with pytest.raises(KeyError, match="one"):
         _torch.run_as_ranks(3, fail)
+
+
+@on_ranks(2)
+def test_data_parallel_tells_that_it_runs(rank: int, world_size: int) -> None:
+    class Asked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(_torch.in_data_parallel())
+            return super().forward(x)
+
+    seen: list[bool] = []
+    model = Asked(2, 2)
+    nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert seen == [True, False]

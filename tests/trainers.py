@@ -38,13 +38,13 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def language_model(tied: bool = False, **changes: Any) -> Any:
+def language_model(tied: bool = False, seed: int = 1) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 37, "max_position_embeddings": 64}
-    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=tied, **changes)
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=tied)
     return LlamaForCausalLM(config)
 
 
@@ -56,7 +56,9 @@ def tokenizer() -> Any:
     words = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz .,?!:"]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="."))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    return fast
 
 
 def tokens(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -75,6 +77,12 @@ def tokens(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
             }
         )
     return samples
+
+
+def curve(trainer: Any) -> dict[str, list[float]]:
+    """Losses and norms of a trainer's log."""
+    kept = ("loss", "grad_norm", "eval_loss")
+    return {key: [line[key] for line in trainer.state.log_history if key in line] for key in kept}
 
 
 def folder_of(model: Any, path: Path) -> Path:

@@ -61,6 +61,11 @@ def own_class(module: nn.Module) -> type:
     return cls.__mro__[FSDPModule._orig_cls_mro_index] if isinstance(module, FSDPModule) else cls
 
 
+def in_data_parallel() -> bool:
+    """True inside a forward of ``DistributedDataParallel``, which nothing public tells."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def fsdp_modules(root: nn.Module) -> list[ShardedModule]:
     """Return every module at and below ``root`` on which ``fully_shard`` was called."""
     return [module for module in every_module(root) if isinstance(module, ShardedModule)]

@@ -147,6 +147,8 @@ def refuse(index: Index) -> None:
             "that calls it, or shard its members one by one"
         )
     for name, module in index.modules.items():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"{name or 'the model'!r} is a DistributedDataParallel: shard what it holds in its place")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             if module.sparse:
                 raise ValueError(f"{name!r} has sparse gradients, which cannot be reduce-scattered; set sparse=False")

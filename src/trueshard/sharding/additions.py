@@ -8,7 +8,7 @@ is not of a sharded model is let through.
 - A module that the model has already may move to another place (PEFT puts one into its adapter).
 - A parameter that is sharded cannot be replaced, deleted or get a second place, since FSDP2 would go on with what it
   knows: the assignment raises, or the next pass. So do pickling, ``save_pretrained()`` and
-  ``DistributedDataParallel``, which would take a shard for the whole.
+  ``DistributedDataParallel`` and accelerate's own ``Accelerator``, which would take a shard for the whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trueshard.distributed import device_of
 from trueshard.model import agreement, names, registry
 from trueshard.model.names import Held
 from trueshard.plans import Replicated
-from trueshard.sharding.hooks import Runtime, State
+from trueshard.sharding.hooks import Runtime, State, refuse_trainer
 from trueshard.sharding.replicated import HoldsWhole
 
 
@@ -47,6 +47,7 @@ def follow_assignments(runtime: Runtime, numbers: Mapping[nn.Module, int]) -> No
     for module, method in itertools.product(root.modules(), ("save_pretrained", "push_to_hub")):
         if hasattr(module, method):  # an inner model's too: it would write on one rank, and wait there
             module.__dict__[method] = functools.partial(refuse_to_write, f"{method}()")
+    root.__dict__["_is_accelerate_prepared"] = _Unprepared()
     # Only pickle and ``copy.copy`` come here: ``copy.deepcopy`` looks for ``__deepcopy__`` first.
     root.__dict__["__reduce_ex__"] = functools.partial(refuse_to_write, "pickle, copy.copy(), or torch.save() of it,")
     registries = [
@@ -87,10 +88,14 @@ def refuse_to_write(what: str, *_: Any, **__: Any) -> Any:
 def refuse_replicas(module: nn.Module) -> None:
     """Raise RuntimeError if ``module``, which ``DistributedDataParallel`` is given, holds a sharded one."""
     if any(_home(child) is not None for child in module.modules()):
-        raise RuntimeError(
-            "the model is sharded, so DistributedDataParallel (in which Accelerate and transformers' Trainer wrap it) "
-            "cannot hold it: train it with a loop of your own or trueshard.Trainer, or give them the unsharded model"
-        )
+        refuse_trainer("DistributedDataParallel")
+
+
+class _Unprepared:
+    """The mark that accelerate reads before it prepares a model: says which accelerator takes a sharded one."""
+
+    def __bool__(self) -> bool:
+        return refuse_trainer("accelerate's own Accelerator, which transformers' Trainer makes,")
 
 
 def _home(module: nn.Module) -> tuple[Runtime, int] | None:

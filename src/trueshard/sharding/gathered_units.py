@@ -4,7 +4,8 @@
 them, and a forward, which gathers them anew. Three things break that: a unit may stay gathered over a step (the root
 does, after a forward without gradients), the user may write to shards (``load_state_dict``), and to gathered parameters
 (an initialiser in a forward). torch counts writes to each tensor, so the counters are compared: before a pass, what was
-written to gathered parameters goes to the shards, and units whose shards were written to are freed.
+written to gathered parameters goes to the shards, and units whose shards were written to are freed. A step counts as a
+write on every rank: one with no rows of what is trained writes nothing, and would neither free nor gather with others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class GatheredUnits:
         self._units = units
         self.now = _torch.gathered_units(units)
         """Function that returns the units that are gathered now."""
+        self._steps = 0
+        """Steps of optimizers that hold parameters of these units."""
         self._before: set[ShardedModule] = set()
         """Units that were gathered when the outermost pass began: they wait for the backward of an earlier pass."""
         self._at_end: list[ShardedModule] = []
@@ -41,7 +44,11 @@ class GatheredUnits:
         return sum(map(self._version, self._units))
 
     def _version(self, module: ShardedModule) -> int:
-        return sum(map(_torch.version, self._units[module]))
+        return self._steps + sum(map(_torch.version, self._units[module]))
+
+    def stepped(self) -> None:
+        """Take notice of an optimizer's step."""
+        self._steps += 1
 
     def follow_writes(self) -> None:
         """Bring shards and gathered parameters to one value, before a pass: see [Note: Versions]."""

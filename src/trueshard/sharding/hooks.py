@@ -32,7 +32,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -158,6 +158,7 @@ class Runtime(ShardedModel):
         root: Any = self.root
         root.__dict__[KEY] = self
         self.memory = GatheredUnits(self.units)
+        self.after_step.append(lambda _: self.memory.stepped())
         self.meshes |= {p.device_mesh for p in self.parameters() if isinstance(p, DTensor)}
         self.meshes |= set(self.smaller_meshes.values())  # between forward and backward, with an integer policy
         _torch.call_before_backward(self.units, self._begin_double_backward)
@@ -237,6 +238,8 @@ class Runtime(ShardedModel):
         meet_to_gather(what, mesh, [dim for dim in range(mesh.ndim) if dim != copies])
 
     def _begin_outermost(self) -> None:
+        if _torch.in_data_parallel():
+            refuse_trainer("DistributedDataParallel")
         if _torch.refuses_transforms():
             raise RuntimeError(
                 f"torch {torch.__version__} cannot gather parameters inside a transform of torch.func (jvp, vmap, …): "
@@ -465,6 +468,15 @@ class Runtime(ShardedModel):
             self._leave_state(State.READ)
         _torch.set_reshard_after_forward(module, False, self.smaller_meshes)
         _torch.reduce_at_end(module)
+
+
+def refuse_trainer(what: str) -> NoReturn:
+    """Raise RuntimeError: ``what`` was given a sharded model, and would train it as if it were whole."""
+    raise RuntimeError(
+        f"the model is sharded, so {what} cannot hold it: give the unsharded model to "
+        "trueshard.integrations.accelerate.Accelerator, or to a Trainer under "
+        "trueshard.integrations.transformers.ShardedTrainer; or train it in a loop of your own, or by trueshard.Trainer"
+    )
 
 
 def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
