@@ -458,3 +458,27 @@ def test_ranks_agree_on_what_a_step_made_old(rank: int, world_size: int) -> Any:
         model(x.chunk(world_size)[rank]).pow(2).mean().backward()
         take_step(optimizer)
     return found
+
+
+@as_on_one_device(3, atol=1e-3)
+def test_adapters_are_off_in_a_pass_between_a_forward_and_its_backward(rank: int, world_size: int) -> Any:
+    """They train on, and their gradients are reduced in their own dtype, as PEFT's do where a reference is computed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(3)))
+    optimizer = torch.optim.AdamW([layer.down for layer in model], lr=0.1, eps=EPS)
+    words = {"units": [Adapted], "mixed_precision": trueshard.MixedPrecision(compute="bfloat16")}
+    shard_over(world_size, model, optimizer, **words)
+    for seed in range(3):
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)).chunk(world_size)[rank]
+        output = model(x)
+        for on in (False, True):
+            for layer in model:
+                layer.down.requires_grad_(on)
+            if not on:
+                with torch.no_grad():
+                    model(x)
+        output.float().pow(2).mean().backward()
+        assert all(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        take_step(optimizer)
+        assert all(layer.down.requires_grad for layer in model)
+    return {name: value.dtype for name, value in parameters(model).items()}

@@ -53,16 +53,21 @@ class GatheredUnits:
     def follow_writes(self) -> None:
         """Bring shards and gathered parameters to one value, before a pass: see [Note: Versions]."""
         gathered = self.now()
+        self.follow_trainability()
         self._write_back(gathered)
         for module in gathered:
             if self._versions.get(module) != self._version(module):
                 module.reshard()
 
-    def _write_back(self, modules: list[ShardedModule]) -> None:
-        """Copy to the shards what was written to gathered parameters since the last pass, ``requires_grad`` too."""
-        for _, sharded, gathered in _torch.gathered_parameters(modules):
+    def follow_trainability(self) -> None:
+        """Give shards the ``requires_grad`` that the user has set on gathered parameters; backward frees these."""
+        for _, sharded, gathered in _torch.gathered_parameters(self.now()):
             if gathered.requires_grad != sharded.requires_grad:
                 sharded.requires_grad_(gathered.requires_grad)
+
+    def _write_back(self, modules: list[ShardedModule]) -> None:
+        """Copy to the shards what was written to gathered parameters since the last pass."""
+        for _, sharded, gathered in _torch.gathered_parameters(modules):
             version = _torch.version(gathered)
             if self._gathered_versions.get(gathered, version) != version:
                 assert isinstance(sharded, DTensor)

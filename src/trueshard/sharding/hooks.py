@@ -259,7 +259,8 @@ class Runtime(ShardedModel):
         if torch.is_inference_mode_enabled() and not self._made_buffers:
             self._made_buffers = True
             self.memory.make_buffers()
-        if (now := self._trainability()) != self._trainable:
+        # A pass without gradients reduces nothing: adapters may be off in one between a forward and its backward.
+        if torch.is_grad_enabled() and (now := self._trainability()) != self._trainable:
             self._refresh_trainable()
             self._trainable = now
         self.hooks.adopt(self.units)
@@ -328,6 +329,7 @@ class Runtime(ShardedModel):
         """Begin a backward, or go on with it: autograd has the gradient of a pass's output."""
         self._begin_double_backward()
         if not self.is_in(State.BACKWARD):
+            self.memory.follow_trainability()
             self.memory.gather_for_backward()
         self.begin_backward()
 
