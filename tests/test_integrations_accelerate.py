@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_what_cannot_be_prepared_is_named(rank: int, world_size: int) -> None:
     assert "SGD holds parameters of several models" in refused(here, model, other, both)
     late = torch.optim.AdamW(model.parameters())
     here.prepare(model)
-    assert "Uneven is prepared already" in refused(here, model)
+    assert "Uneven is prepared here already" in refused(here, model)
     assert "AdamW holds parameters none of which" in refused(here, late)
     trueshard.shard(other)
     assert "Uneven is prepared by shard() already" in refused(here, other)
@@ -274,10 +275,14 @@ def test_plugins_of_others_are_named(rank: int, world_size: int) -> None:
     for key, value in {"fsdp_plugin": FullyShardedDataParallelPlugin(), "deepspeed_plugin": object()}.items():
         with pytest.raises(ValueError, match=f"{key}: TrueShard shards"):
             accelerator(rank, world_size, **{key: value})
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate launch sets it
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP: TrueShard shards"):
+        accelerator(rank, world_size)
+    del os.environ["ACCELERATE_USE_FSDP"]
     with pytest.raises(ValueError, match="its sizes make 8 ranks"):
         accelerator(rank, world_size, parallelism_config=ParallelismConfig(tp_size=8))
-    with pytest.raises(TypeError, match=r"unit.*is no option.*units"):
-        accelerator(rank, world_size, shard={"unit": "x"})
+    with pytest.raises(TypeError, match=r"no argument 'unit'.*units"):
+        accelerator(rank, world_size, shard={"unit": "x"}).prepare(build())
 
 
 @on_ranks(1, 2)

@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,15 +116,18 @@ def _base_names(module: nn.Module) -> list[str]:
     return [name for name, key in (adapted_keys(module, "") or {}).items() if key.folder == BASE]
 
 
-def leave_base_out(models: Mapping[str, nn.Module], *tables: dict[str, Any]) -> None:
-    """Remove the base of each PEFT model from ``tables`` by key, if it is where the adapters' configurations say."""
+def leave_base_out(models: Mapping[str, nn.Module], *tables: dict[str, Any]) -> tuple[str, ...]:
+    """Remove from ``tables``, by key, the base of each PEFT model that is where adapters say; return its folders."""
+    folders = []
     for prefix, module in models.items():
-        peft: Any = names.unwrap(module)
         keys = [f"{prefix}/{name}" for name in _base_names(module)]
         is_trained = any(getattr(tables[0].get(key), "requires_grad", False) for key in keys)
-        if keys and not is_trained and not any(map(_needs_own_base, peft.peft_config.values())):
+        configs = getattr(names.unwrap(module), "peft_config", {}).values()
+        if keys and not is_trained and not any(map(_needs_own_base, configs)):
+            folders.append(f"{prefix}/{BASE}".partition("/")[2])
             for table, key in itertools.product(tables, keys):
                 table.pop(key, None)
+    return tuple(folders)
 
 
 def _needs_own_base(config: Any) -> bool:
@@ -169,30 +172,21 @@ def lay_out(
     return files
 
 
-def companions(
-    models: Mapping[str, nn.Module], tokenizer: Any, where: str, entries: Collection[str] | None = None
-) -> Callable[[], dict[str, bytes]]:
+def companions(models: Mapping[str, nn.Module], tokenizer: Any, where: str) -> Callable[[], dict[str, bytes]]:
     """Copy the models' configurations; return a function that writes them and the tokenizer, as name → content.
 
-    ``where``: the checkpoint's place, which adapters name as their base's if no other has it. ``entries``: keys of all
-    tensors, if some are left out: of a base without any nothing is written.
+    ``where``: the checkpoint's place, which adapters name as their base's if no other has it.
     """
     folders = {prefix: prefix.partition("/")[2] for prefix in models}
     parts = [
         (folders[prefix], _configurations(names.unwrap(module), os.path.join(where, folders[prefix], BASE[:-1])))
         for prefix, module in models.items()
     ]
-    bases = {folders[p]: [f"{p}/{name}" for name in _base_names(module)] for p, module in models.items()}
-    left_out = {
-        folder for folder, keys in bases.items() if entries is not None and keys and not any(k in entries for k in keys)
-    }
 
     def write() -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as scratch:
             for folder, configurations in parts:
                 for below, save in configurations:
-                    if below == BASE and folder in left_out:
-                        continue
                     Path(scratch, folder, below).mkdir(parents=True, exist_ok=True)
                     save(str(Path(scratch, folder, below)))
                 if tokenizer is not None:

@@ -135,6 +135,7 @@ class SaveJob:
     companions: Callable[[], dict[str, bytes]]  # returns the files without tensors
     rows: dict[str, tuple[int, Any]]  # key → (first byte in the tensor, this rank's rows of it)
     verify: bool
+    left_out: tuple[str, ...]  # folders that have no tensors
 
     def run(self) -> None:
         rank, where = self.group.rank, self.writer.where
@@ -153,7 +154,7 @@ class SaveJob:
 
     def _files(self) -> tuple[dict[str, bytes], dict[str, int]]:
         """Return each file's first bytes and its size; record them in the manifest. Rank 0."""
-        files = self.headers | self.companions()
+        files = self.headers | {k: v for k, v in self.companions().items() if not k.startswith(self.left_out)}
         sizes = {file: len(data) for file, data in files.items()}
         for entry in self.manifest.tensors.values():
             for piece in entry.pieces:
@@ -195,17 +196,17 @@ def _prepare(
     models: dict[str, Any] = {}
     tensors: state.Tensors = {}
     manifest, bits = Manifest(), torch.empty(0)
+    left_out: tuple[str, ...] = ()
 
     def collect() -> state.RankContent:
-        nonlocal models, tensors, manifest, bits
+        nonlocal models, tensors, manifest, bits, left_out
         if bad := [key for key in more if key in _RESERVED or "/" in key]:
             raise ValueError(f"{bad[0]!r} cannot be the name of an entry; give it another")
         models, optimizers = state.by_prefix(model, optimizer)
         if group.staged or renaming is not None:
             layout.refuse_adapters(models)
         tensors, manifest = state.collect(models, optimizers, more, renaming)
-        if not base:
-            layout.leave_base_out(models, tensors, manifest.tensors)
+        left_out = () if base else layout.leave_base_out(models, tensors, manifest.tensors)
         table, bits = state.random_state()
         manifest.rng = [table] * group.world
         manifest.tensors["rng"] = TensorEntry(["rng"], [group.world, len(bits)], "uint8")
@@ -242,9 +243,8 @@ def _prepare(
     writer, headers = _writer(path, everyone[0].token), {}
     if isinstance(writer, LocalWriter):
         headers = layout.lay_out(manifest.tensors, layout.file_keys(models, manifest.tensors), marked=True)
-    where = str(path) if is_url(path) else os.path.abspath(path)
-    companions = layout.companions(models, tokenizer, where, manifest.tensors)
-    return SaveJob(writer, group, manifest, headers, companions, rows, verify)
+    companions = layout.companions(models, tokenizer, str(path) if is_url(path) else os.path.abspath(path))
+    return SaveJob(writer, group, manifest, headers, companions, rows, verify, left_out)
 
 
 def _writer(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWriter:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,11 +32,9 @@ from trueshard.checkpoint.saving import save
 from trueshard.errors import with_extra
 from trueshard.model import names, registry
 from trueshard.optim.norms import clip_grad_norm_
-from trueshard.options import NAMES
 from trueshard.plans import Plan
 from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
-from trueshard.text import nearest
 
 with with_extra():
     import accelerate
@@ -46,6 +45,15 @@ FOLDER = "trueshard"
 """Folder of models and optimizers in what ``save_state`` writes."""
 _OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 _LAUNCHED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin")
+"""Files of an earlier save, ours or transformers', that readers would take for this one's."""
+
+
+def refuse_plugins(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for a plugin of another framework, among ``arguments`` or from ``accelerate launch``."""
+    others = [key for key in _OTHERS if arguments.get(key) is not None]
+    if others := [*others, *(key for key in _LAUNCHED if os.environ.get(key, "").lower() == "true")]:
+        raise ValueError(f"{others[0]}: TrueShard shards in its place; leave it out, and give shard={{…}}")
 
 
 class Accelerator(accelerate.Accelerator):
@@ -59,13 +67,10 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         ValueError: a plugin of FSDP, DeepSpeed or Megatron, here or from ``accelerate launch``; sizes that do not fit
             the ranks; names the key.
-        TypeError: ``shard`` has a key that is no option.
     """
 
     def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        given = [key for key in _OTHERS if kwargs.get(key) is not None]
-        if other := [*given, *(key for key in _LAUNCHED if os.environ.get(key, "").lower() == "true")]:
-            raise ValueError(f"{other[0]}: TrueShard shards in its place; leave it out, and give shard={{…}}")
+        refuse_plugins(kwargs)
         parallelism = kwargs.pop("parallelism_config", None)
         super().__init__(*args, **kwargs)
         self._begin(shard, parallelism)
@@ -77,38 +82,35 @@ class Accelerator(accelerate.Accelerator):
         accelerator._begin(shard, parallelism_config)
         return accelerator
 
+    _step: int | None = None
+    """Step that ``load_state`` has found."""
+    _aside: list[Any] | None = None
+    """Optimizers that ``save_state`` and ``load_state`` of accelerate must not see; None outside of these."""
     _optimizers: list[Any]
 
     def _begin(self, shard: Mapping[str, Any] | None, parallelism: ParallelismConfig | None) -> None:
         self._options = options = dict(shard or {})
-        self._step = 0
-        """Step that ``load_state`` has found."""
-        self._aside: list[Any] | None = None
-        """Optimizers that ``save_state`` and ``load_state`` of accelerate must not see; None outside of these."""
-        if unknown := [key for key in options if key not in (*NAMES, "plan", "mesh")]:
-            raise TypeError(f"shard={{{unknown[0]!r}: …}} is no option of shard().{nearest(unknown[0], NAMES)}")
         plan: Plan | None = options.get("plan")
         if (precision := self.mixed_precision) != "no" and plan is None:
             options.setdefault("mixed_precision", precision)
         elif precision != "no" and plan is not None and plan.mixed_precision is None:
             raise ValueError(f"mixed_precision={precision!r}: the plan computes in the stored dtype; plan with it")
-        if (dynamo := self.state.dynamo_plugin).backend != DynamoBackend.NO:
-            if dynamo.backend != DynamoBackend.INDUCTOR or dynamo.mode not in (None, "default"):
-                raise ValueError(
-                    "dynamo_plugin: units are compiled by inductor in its default mode; leave the rest out"
-                )
+        dynamo, is_none = self.state.dynamo_plugin, DynamoBackend.NO
+        if dynamo.backend not in (is_none, DynamoBackend.INDUCTOR) or dynamo.mode not in (None, "default"):
+            raise ValueError("dynamo_plugin: units are compiled by inductor in its default mode; leave the rest out")
+        if dynamo.backend != is_none:
             options.setdefault("compile", True)
-        if (ranks := ranks_of_group()) != self.num_processes:
+        if dist.is_initialized() and dist.get_world_size() != self.num_processes:
             raise ValueError(
-                f"accelerate sees {self.num_processes} processes and torch's process group {ranks}: start with "
-                "torchrun or accelerate launch, whose environment accelerate reads"
+                f"accelerate sees {self.num_processes} processes and torch's process group {dist.get_world_size()}: "
+                "start with torchrun or accelerate launch, whose environment accelerate reads"
             )
         self._lay_out(parallelism or self.parallelism_config)
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 
     def _lay_out(self, given: ParallelismConfig | None) -> None:
-        """Let ``shard()`` and accelerate's loaders divide the ranks alike, whichever of both was told how."""
+        """Let ``shard()`` and accelerate's loaders divide ranks alike, whichever of both was told how."""
         options, world = self._options, self.num_processes
         if given is not None:
             if given.sp_size > 1:
@@ -137,18 +139,26 @@ class Accelerator(accelerate.Accelerator):
         """Shard models with the optimizers of their parameters, prepare the rest as accelerate does, in order.
 
         Raises:
-            ValueError: a model that is prepared or sharded already, or an optimizer of other parameters, by its class.
+            ValueError: a model that is prepared or sharded already, or an optimizer of other parameters.
         """
         models = [value for value in args if isinstance(value, nn.Module)]
-        for i, model in enumerate(models):
-            if any(model is other for other in (*self._models, *models[:i])):
+        parameters = {model: set(model.parameters()) for model in models}
+        optimizers: dict[nn.Module, list[Any]] = {model: [] for model in models}
+        for value in args:
+            if not isinstance(value, torch.optim.Optimizer) or isinstance(value, AcceleratedOptimizer):
+                continue
+            held = [parameter for group in value.param_groups for parameter in group["params"]]
+            owners = [model for model in parameters if not parameters[model].isdisjoint(held)]
+            if len(owners) > 1 or (not owners and registry.owner_of(held) is None):
+                what = "of several models; make one for each" if owners else "none of which belongs to these models"
                 raise ValueError(
-                    f"prepare(): this {class_name(model)} is prepared already; call it once, or free_memory() first"
+                    f"prepare(): {type(value).__name__} holds parameters {what}: make it of the model's present "
+                    "parameters, and give both to one prepare()"
                 )
-        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
-        owned = self._by_owner(models, [o for o in optimizers if not isinstance(o, AcceleratedOptimizer)])
+            for owner in owners:
+                optimizers[owner].append(value)
         for model in models:
-            self._shard(model, owned[model])
+            self._shard(model, optimizers[model])
         rest = [value for value in args if not isinstance(value, nn.Module)]
         result = super().prepare(*rest) if rest else ()
         prepared = iter(result if len(rest) > 1 else (result,))
@@ -157,53 +167,29 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         """Shard a model without an optimizer: a reference, a reward, or one that is evaluated only."""
-        if not any(model is other for other in self._models):
+        if model not in self._models:
             self._shard(model, ())
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
         return super().prepare_optimizer(optimizer, device_placement=False)  # its state is where its shards are
 
-    def _by_owner(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> dict[nn.Module, list[Any]]:
-        """Return the optimizers of each model's parameters."""
-        result: dict[nn.Module, list[Any]] = {model: [] for model in models}
-        of = {id(parameter): model for model in models for parameter in model.parameters()}
-        for optimizer in optimizers:
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            owners = {of[id(parameter)] for parameter in held if id(parameter) in of}
-            if len(owners) > 1 or (not owners and registry.owner_of(held) is None):
-                what = "of several models; make one for each" if owners else "none of which belongs to these models"
-                raise ValueError(
-                    f"prepare(): {type(optimizer).__name__} holds parameters {what}: make it of the model's present "
-                    "parameters, and give both to one prepare()"
-                )
-            for owner in owners:
-                result[owner].append(optimizer)
-        return result
-
     def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         root: Any = names.unwrap(model)
-        is_ours = root.__dict__.get("_is_accelerate_prepared") is True
-        if (runtime_of(root) is not None) != is_ours:
-            how = "by another Accelerator" if is_ours else "by shard()"
+        kind, is_ours = _torch.own_class(root).__name__, root.__dict__.get("_is_accelerate_prepared") is True
+        if model in self._models or (runtime_of(root) is not None) != is_ours:
+            how = "here" if model in self._models else "by another Accelerator" if is_ours else "by shard()"
             raise ValueError(
-                f"prepare(): this {class_name(model)} is prepared {how} already: give the model as it was before, "
-                "and options as Accelerator(shard={…})"
+                f"prepare(): this {kind} is prepared {how} already: call it once, on the model as it was before, with "
+                "options as Accelerator(shard={…})"
             )
         if not is_ours and any(True for _ in root.parameters()):
             shard_model(model, *optimizers, **self._options)
             root._is_accelerate_prepared = True
-            self._answer_for(root)
+            root.__dict__["_get_name"] = lambda: kind  # by which transformers knows causal language models
+            if hasattr(root, "save_pretrained"):
+                root.__dict__["save_pretrained"] = functools.partial(self._save_pretrained, root)
         self._models.append(model)
-
-    def _answer_for(self, root: Any) -> None:
-        """Let a model answer what transformers asks of it by its class, or by how it is sharded."""
-        for module in root.modules():
-            module.__dict__["_get_name"] = functools.partial(class_name, module)
-            if callable(getattr(module, "generate", None)):
-                module.__dict__["_is_fsdp_managed_module"] = True  # ranks generate until all have ended
-        if hasattr(root, "save_pretrained"):
-            root.__dict__["save_pretrained"] = functools.partial(self._save_pretrained, root)
 
     # What a step calls
 
@@ -224,8 +210,8 @@ class Accelerator(accelerate.Accelerator):
         copies = 1 if config is None else config.non_data_parallel_size
         if copies == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        if use_gather_object or not _all_tensors(input_data):
-            raise ValueError("gather_for_metrics(): with tensor or context ranks it takes tensors alone")
+        if use_gather_object:
+            raise ValueError("use_gather_object: ranks of a tensor or context axis gather tensors alone")
         state = self.gradient_state
         samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
@@ -248,10 +234,10 @@ class Accelerator(accelerate.Accelerator):
         result = {}
         for name, value in root.state_dict(keep_vars=True).items():
             if id(value) not in whole:
-                full = value.detach() if isinstance(value, torch.Tensor) else value
-                full = full.full_tensor() if isinstance(full, DTensor) else full
-                is_copied = self.is_main_process and isinstance(full, torch.Tensor)
-                whole[id(value)] = full.to("cpu", copy=True) if is_copied else full if self.is_main_process else None
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                if isinstance(full, torch.Tensor):
+                    full = full.detach().to("cpu", copy=True) if self.is_main_process else None
+                whole[id(value)] = full
             result[name] = whole[id(value)]
         return result if self.is_main_process else {}
 
@@ -272,7 +258,8 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         with self._optimizers_aside():
             super().load_state(input_dir, load_kwargs, **kwargs)
-        self.step = self._step
+        if self._step is not None:
+            self.step = self._step
 
     @contextlib.contextmanager
     def _optimizers_aside(self) -> Iterator[None]:
@@ -284,14 +271,9 @@ class Accelerator(accelerate.Accelerator):
             self._aside, self._optimizers = None, optimizers
 
     def _content(self, models: Sequence[nn.Module]) -> dict[str, Any]:
-        """Return arguments of ``save`` and ``load``: one of a kind is alone, so that the folder is that of a model."""
-        optimizers = [optimizer.optimizer for optimizer in self._aside or ()]
-        numbered = {"model": list(models), "optimizer": optimizers}
-        return {
-            kind: values[0] if len(values) == 1 else {str(i): value for i, value in enumerate(values)}
-            for kind, values in numbered.items()
-            if values
-        }
+        """Return arguments of ``save`` and ``load``, by number."""
+        kinds = {"model": models, "optimizer": [optimizer.optimizer for optimizer in self._aside or ()]}
+        return {kind: {str(i): value for i, value in enumerate(values)} for kind, values in kinds.items()}
 
     def _save_sharded(self, models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
         weights.clear()  # accelerate would write them whole
@@ -299,27 +281,11 @@ class Accelerator(accelerate.Accelerator):
             save_into(Path(folder, FOLDER), **self._content(models), accelerate={"step": self.step})
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
-        self._step = self.step
+        self._step = None
         if models:
             found = load(Path(folder, FOLDER), **self._content(models), rng=False)
             self._step = found["accelerate"]["step"]
         models.clear()
-
-
-def _all_tensors(data: Any) -> bool:
-    if isinstance(data, (Mapping, list, tuple)):
-        return all(map(_all_tensors, data.values() if isinstance(data, Mapping) else data))
-    return isinstance(data, torch.Tensor)
-
-
-def class_name(module: nn.Module) -> str:
-    """Return the name of the class that a module had before it was sharded."""
-    return _torch.own_class(module).__name__
-
-
-def ranks_of_group() -> int:
-    """Return the number of ranks of torch's process group; 1 without one."""
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def save_into(folder: str | os.PathLike[str], **content: Any) -> None:
@@ -327,26 +293,19 @@ def save_into(folder: str | os.PathLike[str], **content: Any) -> None:
     group, final = RankGroup(), Path(folder)
     scratch = final / ".unfinished"
 
-    def on_first(function: Any, *args: Any) -> Any:
+    def first(function: Any, *args: Any) -> Any:
         return group.attempt(f"{final} was not saved", lambda: None if group.rank else function(*args))[0]
 
-    if not on_first(final.exists):
-        save(final, **content)
-        return
-    on_first(functools.partial(shutil.rmtree, ignore_errors=True), scratch)
-    save(scratch, **content)
-    on_first(_move_up, scratch, final)
-
-
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin")
-"""Files of an earlier save, ours or transformers', that readers would take for this one's."""
+    is_there = first(final.exists)
+    first(shutil.rmtree, scratch, True)
+    save(scratch if is_there else final, **content)
+    if is_there:
+        first(_move_up, scratch, final)
 
 
 def _move_up(scratch: Path, final: Path) -> None:
-    new = {path.name for path in scratch.iterdir()}
-    for old in {path for glob in _WEIGHTS for path in final.glob(glob)}:
-        if old.name not in new:
-            old.unlink()
+    for old in (path for glob in _WEIGHTS for path in final.glob(glob)):
+        old.unlink()
     for path in sorted(scratch.iterdir()):
         if (final / path.name).is_dir():
             shutil.rmtree(final / path.name)

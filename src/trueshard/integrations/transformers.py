@@ -24,7 +24,7 @@ from trueshard.checkpoint.catalogue import open_catalogue
 from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.loading import load
 from trueshard.errors import with_extra
-from trueshard.integrations.accelerate import Accelerator, save_into
+from trueshard.integrations.accelerate import Accelerator, refuse_plugins, save_into
 from trueshard.model import names
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
@@ -36,13 +36,11 @@ _Trainer: Any = object
 """The trainer that a user's class names behind the mixin."""
 _REFUSED = {
     "fsdp": "TrueShard shards in its place; leave it out, and give shard={…}",
-    "deepspeed": "TrueShard shards in its place; leave it out, and give shard={…}",
     "fp16_full_eval": "a sharded model evaluates in its compute dtype; set fp16",
     "bf16_full_eval": "a sharded model evaluates in its compute dtype; set bf16",
     "save_on_each_node": "every rank writes its part of one directory; give all nodes the same one",
     "use_vllm": "TRL would send each rank's shards to vLLM; leave it out, and transformers generates",
     "use_transformers_continuous_batching": "it generates from whole weights; leave it out",
-    "use_transformers_paged": "it generates from whole weights; leave it out",
 }
 """Key of ``TrainingArguments``, or of TRL's, that a sharded model cannot follow → why, and what to do."""
 
@@ -81,6 +79,7 @@ class ShardedTrainer(_Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        refuse_plugins(arguments)
         self._parallelism = arguments.pop("parallelism_config", None)  # accelerate knows one for FSDP2 and DDP alone
         return arguments
 

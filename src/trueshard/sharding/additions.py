@@ -47,6 +47,10 @@ def follow_assignments(runtime: Runtime, numbers: Mapping[nn.Module, int]) -> No
     for module, method in itertools.product(root.modules(), ("save_pretrained", "push_to_hub")):
         if hasattr(module, method):  # an inner model's too: it would write on one rank, and wait there
             module.__dict__[method] = functools.partial(refuse_to_write, f"{method}()")
+    if runtime.axes.all.size() == torch.distributed.get_world_size():
+        for module in root.modules():
+            if callable(getattr(module, "generate", None)):  # transformers then lets all ranks go on to the last token
+                module.__dict__["_is_fsdp_managed_module"] = True
     root.__dict__["_is_accelerate_prepared"] = _Unprepared()
     # Only pickle and ``copy.copy`` come here: ``copy.deepcopy`` looks for ``__deepcopy__`` first.
     root.__dict__["__reduce_ex__"] = functools.partial(refuse_to_write, "pickle, copy.copy(), or torch.save() of it,")
