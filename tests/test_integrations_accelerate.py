@@ -16,6 +16,7 @@ from cases import on_ranks
 from parity import Ranks, assert_same
 from stepping import build
 from trainers import BATCH, STEPS, language_model, launched, tokens, whole_weights
+from trueshard.sharding.hooks import runtime_of
 
 
 def accelerator(rank: int, world_size: int, sharded: bool = True, **words: Any) -> Any:
@@ -239,6 +240,38 @@ def test_mixed_precision_is_that_of_shard(alone: Ranks, ranks2: Ranks) -> None:
     for found in ranks2.run(looped, True, 1, words):
         assert_same(found, expected, rtol=5e-2, atol=2e-3)
         assert_same(found[1], plain[1], rtol=5e-2)
+
+
+@pytest.mark.rest
+@on_ranks(2)
+def test_a_gathered_copy_generates_alone_and_is_written_as_ever(rank: int, world_size: int, tmp_path: Path) -> None:
+
+    here = accelerator(rank, world_size)
+    model = here.prepare(language_model())
+    with trueshard.gathered(model) as copy:
+        if rank == 1:
+            assert copy.generate(torch.tensor([[3, 4]]), max_new_tokens=4, min_new_tokens=4).shape == (1, 6)
+            copy.save_pretrained(tmp_path, is_main_process=True)
+    here.wait_for_everyone()
+    assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=2 + rank, min_new_tokens=2 + rank).shape == (
+        1,
+        4 + rank,
+    )
+
+
+@pytest.mark.rest
+@on_ranks(2)
+def test_other_options_of_shard_reach_it(rank: int, world_size: int) -> None:
+    """A plan for one model; axes without accelerate's configuration, which its loaders follow."""
+    model = language_model()
+    plan = trueshard.shard(language_model(), reshard_after_forward="never")
+    here = accelerator(rank, world_size, shard={"plan": plan})
+    here.prepare(model)
+    assert runtime_of(model).plan.reshard_after_forward == "never"
+    here = accelerator(rank, world_size, shard={"tensor": 2})
+    model, loader = here.prepare(language_model(), DataLoader(rows(4), batch_size=2))
+    assert len(loader) == 2
+    assert here.parallelism_config.tp_size == 2
 
 
 # What is refused

@@ -89,10 +89,11 @@ def first_short(*kinds: str) -> pytest.MarkDecorator:
 
 
 @first_short("accumulation", "full", "lora", "frozen", "tied")
-def test_training(kind: str, alone: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
-    (expected,) = alone.run(trained, str(tmp_path / "one"), kind, False, {})
-    for found in ranks2.run(trained, str(tmp_path / "two"), kind, True, {}):
-        assert_same(found, expected, rtol=2e-4, atol=1e-5)
+def test_training(kind: str, alone: Ranks, sizes: list[Ranks], tmp_path: Path) -> None:
+    (expected,) = alone.run(trained, str(tmp_path / "plain"), kind, False, {})
+    for ranks in (alone, *sizes):
+        for found in ranks.run(trained, str(tmp_path / "sharded"), kind, True, {}):
+            assert_same(found, expected, rtol=2e-4, atol=1e-5)
 
 
 def saved_and_resumed(rank: int, world_size: int, folder: str, kind: str, resumed: bool, best: bool) -> Any:

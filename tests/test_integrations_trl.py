@@ -112,13 +112,18 @@ def made(rank: int, world_size: int, folder: str, base: str, name: str, kind: st
         model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     else:
         model = AutoModelForCausalLM.from_pretrained(base)
+    if kind == "frozen":
+        model.model.layers[0].requires_grad_(False)
+        model.model.embed_tokens.requires_grad_(False)
     arguments: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(base)}
     if "lora" in kind:
         task = "SEQ_CLS" if name == "reward" else "CAUSAL_LM"
         arguments["peft_config"] = LoraConfig(r=2, target_modules="all-linear", task_type=task)
     if name in ("grpo", "rloo"):
         words |= {"num_generations": 2}
-        arguments["reward_funcs"] = reward
+        arguments["reward_funcs"], *rest = more.pop("reward", (reward,))
+        if rest:
+            arguments["reward_processing_classes"] = rest[0]
     if name == "gkd":
         arguments["teacher_model"] = language_model(seed=9)
 
@@ -148,7 +153,7 @@ def trained(rank: int, world_size: int, folder: str, base: str, name: str, kind:
 
 
 NAMES = ("dpo", "sft", "kto", "reward", "grpo", "rloo", "gkd")
-KINDS = ("full", "lora", "accumulation", "accumulation lora", "recomputation")
+KINDS = ("full", "lora", "tied", "frozen", "accumulation", "accumulation lora", "recomputation")
 
 
 def cases() -> list[Any]:
@@ -160,7 +165,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "kind"), cases())
 def test_training(name: str, kind: str, alone: Ranks, ranks2: Ranks, tmp_path: Path) -> None:
-    base = str(folder_of(language_model(), tmp_path / "base"))
+    base = str(folder_of(language_model(tied=kind == "tied"), tmp_path / "base"))
     # TRL's GKD divides its loss by the tokens of all ranks, and DDP averages it over ranks: so N ranks are not one.
     reference = ranks2 if name == "gkd" else alone
     expected = reference.run(trained, str(tmp_path / "one"), base, name, kind, False)[0]
@@ -225,6 +230,10 @@ def test_a_run_resumes_at_three_ranks(
             )  # a mean over ranks' means, of samples of any length
 
 
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+
+
 def with_reference(rank: int, world_size: int, folder: str, base: str, kind: str, sharded: bool, words: Any) -> Any:
     trainer = made(rank, world_size, folder, base, "dpo", kind, sharded, **words)
     trainer.train()
@@ -234,19 +243,41 @@ def with_reference(rank: int, world_size: int, folder: str, base: str, kind: str
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize(
-    "words", [{"sync_ref_model": True, "ref_model_sync_steps": 2}, {"precompute_ref_log_probs": True}]
-)
+@pytest.mark.parametrize(("words", "kind"), [(SYNCED, "full"), (PRECOMPUTED, "full"), (PRECOMPUTED, "lora")])
 def test_references(
     words: dict[str, Any], kind: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path
 ) -> None:
-    if kind == "lora" and "sync_ref_model" in words:
-        pytest.skip("TRL has no such thing")
     base = str(folder_of(language_model(), tmp_path / "base"))
     (expected,) = alone.run(with_reference, str(tmp_path / "one"), base, kind, False, words)
     for ranks in (ranks2, ranks3):
         for found in ranks.run(with_reference, str(tmp_path / str(ranks.count)), base, kind, True, words):
+            assert_same(found, expected, rtol=2e-4, atol=1e-5)
+
+
+def rewarded(rank: int, world_size: int, folder: str, base: str, sharded: bool) -> Any:
+    """A reward model in the place of a function, and evaluation with answers."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(6)
+    rewarding = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    torch.nn.init.ones_(rewarding.score.weight)
+    trainer = made(
+        *(rank, world_size, folder, base, "grpo", "full", sharded),
+        per_device_eval_batch_size=6 // world_size,
+        reward=(rewarding, AutoTokenizer.from_pretrained(base)),
+    )
+    trainer.train()
+    if sharded:
+        assert all(isinstance(parameter, DTensor) for parameter in rewarding.parameters())
+    return curve(trainer)["loss"], whole_weights(trainer.model), trainer.evaluate()["eval_reward"]
+
+
+@pytest.mark.rest
+def test_a_reward_model_and_evaluation_with_answers(alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path) -> None:
+    base = str(folder_of(language_model(), tmp_path / "base"))
+    (expected,) = alone.run(rewarded, str(tmp_path / "one"), base, False)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(rewarded, str(tmp_path / str(ranks.count)), base, True):
             assert_same(found, expected, rtol=2e-4, atol=1e-5)
 
 

@@ -58,6 +58,7 @@ _EXTRA_OF = {
     **dict.fromkeys(("cloudpickle", "networkx", "pydantic", "pydantic_core", "tomli"), "plan"),
     **dict.fromkeys(("wandb", "trackio"), "trackers"),
     "peft": "peft",
+    "accelerate": "accelerate",
 }
 """Package → the extra of TrueShard that installs it; every other one comes with ``train``."""
 
