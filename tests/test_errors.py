@@ -96,6 +96,20 @@ def test_refusals(rank: int, ranks: int, tmp_path: Path) -> None:
         assert pickle.loads(pickle.dumps(error)).args == error.args, what
 
 
+@on_ranks(2)
+def test_a_step_that_is_refused(rank: int, ranks: int) -> None:
+    made = model()
+    optimizer = adam(made)
+    shard(made, optimizer)
+    with trueshard.accumulate(made, last=False):
+        made(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="last=True") as caught:
+        optimizer.step()
+    assert isinstance(caught.value, TrueShardError)
+    with pytest.raises(TrueShardError, match="not sharded"), trueshard.accumulate(model(), last=True):
+        pass
+
+
 @on_ranks(1)
 def test_errors_of_the_users_code_stay_as_they_are(rank: int, ranks: int) -> None:
     def units(name: str, module: nn.Module) -> bool:

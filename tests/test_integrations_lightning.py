@@ -163,7 +163,7 @@ def test_scaler(rank: int, ranks: int) -> Any:
 class Adversaries(pl.LightningModule):
     """Two optimizers, stepped by hand inside one step, whose modules train in turn."""
 
-    def __init__(self, by_forward: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
@@ -193,10 +193,12 @@ class Adversaries(pl.LightningModule):
         return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.8) for o in optimizers]
 
 
+@pytest.mark.parametrize("units", ["auto", pytest.param(["generator", "critic"], marks=pytest.mark.rest)], ids=str)
 @as_on_one_device(ranks=2, rtol=1e-4, atol=1e-5)
-def test_two_optimizers_stepped_by_hand(rank: int, ranks: int) -> Any:
+def test_two_optimizers_stepped_by_hand(rank: int, ranks: int, units: Any) -> Any:
     module = Adversaries()
-    trainer(rank, ranks, gradient_clip_val=None).fit(module, loader(rank, ranks))
+    options = {"units": units} if ranks > 1 else None
+    trainer(rank, ranks, options, gradient_clip_val=None).fit(module, loader(rank, ranks))
     return {"losses": module.losses, "weights": module.state_dict()}
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.process_group import RankGroup, has_turn
-from trueshard.errors import ReplicasDiffer
+from trueshard.errors import ReplicasDiffer, own_errors
 from trueshard.model import names
 from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, extent, region_of
@@ -49,6 +49,7 @@ class StateHash(dict[str, str]):
         return f"StateHash({self.total}, {len(self)} tensors)"
 
 
+@own_errors()
 @torch.no_grad()
 def state_hash(model: Any = None, optimizer: Any = None) -> StateHash:
     """Hash every tensor of a model and its optimizer: equal exactly if all bits are equal, however they are sharded.
@@ -168,6 +169,7 @@ def _mixed(indices: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 # Replicas
 
 
+@own_errors()
 @torch.no_grad()
 def check_replicas(model: Any = None, optimizer: Any = None) -> None:
     """Compare what several ranks hold of a model and its optimizer, bit for bit: replicas, and whole tensors.

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.distributed import device_of, gather_parts
+from trueshard.errors import own_errors
 from trueshard.model import names
 from trueshard.optim import exact
 from trueshard.optim.shards import (
@@ -47,6 +48,7 @@ _COPIED = 1 << 20
 """Elements up to which gradients that lie apart are copied behind one another: a CPU's call costs more."""
 
 
+@own_errors()
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],

@@ -43,6 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
+from trueshard.errors import own_errors
 from trueshard.model import registry
 from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict, classify
@@ -219,7 +220,8 @@ class Stepping:
             before.move_to_end(handle)
             self._abandon()
             try:
-                result = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+                with own_errors():
+                    result = type(this).step(this, *args, **kwargs) if inner is None else inner(*args, **kwargs)
                 return self._with_own_losses(result)
             finally:
                 self._abandon()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, distributed
 from trueshard._torch import ShardedModule
 from trueshard.axes import AXES
+from trueshard.errors import own_errors
 from trueshard.machine import garbage_collection_paused
 from trueshard.model import agreement, experts, intent, names, policies, registry
 from trueshard.model.intent import refuse
@@ -200,6 +201,7 @@ def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: D
             agreement.warn_of_differing(kind, differing, "the model", stacklevel=4)
 
 
+@own_errors()
 def sharded(model: nn.Module) -> Runtime:
     """Return the runtime of a sharded model; raise ValueError if ``shard()`` was not called on it."""
     runtime = runtime_of(names.unwrap(model))
@@ -240,6 +242,7 @@ def accumulate(model: nn.Module, *, last: bool, gradients: GradientSums | None =
         root.set_requires_gradient_sync(True)
 
 
+@own_errors()
 def set_reshard_after_forward(model: nn.Module, policy: Reshard) -> None:
     """Change when gathered parameters are freed, between steps.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.distributed import device_of, host_group
+from trueshard.errors import own_errors
 from trueshard.model import agreement, names
 from trueshard.parallel.collectives import part_of
 from trueshard.parallel.context import language_model, mask_trial
@@ -20,6 +21,7 @@ IGNORED = -100
 """Label of a position without a target, as in ``torch.nn.functional.cross_entropy``."""
 
 
+@own_errors()
 def split_sequence(model: nn.Module, batch: Mapping[str, Any], *, ignore_index: int = IGNORED) -> dict[str, Any]:
     """Return this rank's part of ``batch``, for a model that was sharded with ``context``::
 

@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard.distributed import all_reduce, device_of, gather_objects
+from trueshard.errors import own_errors
 from trueshard.model import agreement, registry
 from trueshard.optim.ties import Tie, check_stages, tie_of
 from trueshard.sharding.hooks import Runtime
 
 
+@own_errors()
 def tie_over(stages: DeviceMesh, parameters: Mapping[str, nn.Parameter | None]) -> None:
     """Tie parameters over the stages of a pipeline, once, after ``shard()``: those that are one in the whole model::
 
