@@ -145,6 +145,7 @@ def test_automatic_names_and_a_limit_of_checkpoints(rank: int, world_size: int, 
     }
 
 
+@pytest.mark.rest
 @on_ranks(1, 3)
 def test_weights_are_written_whole_by_the_main_process(rank: int, world_size: int, tmp_path: Path) -> None:
     from accelerate import load_checkpoint_in_model
@@ -173,6 +174,7 @@ def test_weights_are_written_whole_by_the_main_process(rank: int, world_size: in
         assert_same(read.state_dict(), expected)
 
 
+@pytest.mark.rest
 @on_ranks(1, 2, 3)
 def test_metrics_are_those_of_each_sample_once(rank: int, world_size: int) -> None:
     here = accelerator(rank, world_size)
@@ -281,6 +283,7 @@ def refused(here: Any, *args: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         here.prepare(*args)
     assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, trueshard.TrueShardError)
     return str(caught.value)
 
 

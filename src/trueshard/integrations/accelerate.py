@@ -29,7 +29,7 @@ from trueshard.checkpoint.layout import own_classes
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.checkpoint.saving import save
-from trueshard.errors import with_extra
+from trueshard.errors import own_errors, with_extra
 from trueshard.model import names, registry
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.plans import Plan
@@ -69,6 +69,7 @@ class Accelerator(accelerate.Accelerator):
             the ranks; names the key.
     """
 
+    @own_errors()
     def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         refuse_plugins(kwargs)
         parallelism = kwargs.pop("parallelism_config", None)
@@ -135,6 +136,7 @@ class Accelerator(accelerate.Accelerator):
 
     # What shards
 
+    @own_errors()
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shard models with the optimizers of their parameters, prepare the rest as accelerate does, in order.
 
@@ -165,6 +167,7 @@ class Accelerator(accelerate.Accelerator):
         results = tuple(value if isinstance(value, nn.Module) else next(prepared) for value in args)
         return results if len(results) > 1 else results[0]
 
+    @own_errors()
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         """Shard a model without an optimizer: a reference, a reward, or one that is evaluated only."""
         if model not in self._models:

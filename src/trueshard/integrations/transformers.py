@@ -23,7 +23,7 @@ from torch import nn
 from trueshard.checkpoint.catalogue import open_catalogue
 from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.loading import load
-from trueshard.errors import with_extra
+from trueshard.errors import own_errors, with_extra
 from trueshard.integrations.accelerate import Accelerator, refuse_plugins, save_into
 from trueshard.model import names
 from trueshard.sharding.hooks import runtime_of
@@ -68,6 +68,7 @@ class ShardedTrainer(_Trainer):
 
     # What shards
 
+    @own_errors()
     def create_accelerator_and_postprocess(self) -> None:
         for key, remedy in _REFUSED.items():
             if getattr(self.args, key, None):
