@@ -26,7 +26,7 @@ from models import CASES, rows
 from parity import DEVICE, Pool, Ranks, assert_same
 from planning import Setting
 from stepping import accumulate
-from trueshard import _torch
+from trueshard import _torch, distributed
 from trueshard.checkpoint import saving
 from trueshard.checkpoint.hashing import hash_here
 from trueshard.optim import exact
@@ -36,6 +36,7 @@ from trueshard.planner.simulation.rehearse import rehearse
 from trueshard.train.losses import summed
 from trueshard.train.rl.engine import drawn, nucleus
 from trueshard.train.rl.vllm import copied_weights
+from trueshard.train.trainer import over_ranks
 
 if DEVICE != "cuda":
     pytest.skip("runs on a CUDA device: `make cuda` emulates one", allow_module_level=True)
@@ -397,6 +398,26 @@ def test_exact_norms_and_hashes_take_large_pieces() -> None:
 
 NORM, HASH = 57, 35
 """Operations of two pieces: with pieces of a CPU's cache it would be 1,100 and 2,500."""
+
+
+@rest
+@pytest.mark.parametrize("few", [1, 128])
+@on("devices")
+def test_many_ranks_add_up_on_their_devices(rank: int, world_size: int, few: int) -> None:
+    """Of few, the hosts do."""
+    model = CASES["llama"].build(0).cuda()
+    optimizers = muon(model)
+    trueshard.shard(model, *optimizers)
+    before, distributed.FEW_HOSTS = distributed.FEW_HOSTS, few
+    try:
+        with counting() as cost:
+            assert trueshard.token_mean(model, rank + 1).total == world_size * (world_size + 1) // 2
+        assert over_ranks([rank, 1.5], torch.device("cuda", rank)) == [sum(range(world_size)), 1.5 * world_size]
+        train("llama", model, optimizers, (rank, world_size))
+    finally:
+        distributed.FEW_HOSTS = before
+    if FOLDER in os.environ and world_size > 1:
+        assert cost.waits.total() == (2 if few == 1 else 0)
 
 
 @rest

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of, group_over, host_group
+from trueshard.distributed import all_reduce_on_hosts, device_of, group_over
 from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
 from trueshard.optim.local_params import leaf_over, local_gradient
@@ -335,7 +335,7 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
         digest = hash(present) >> 2  # of a tuple of bools: the same in every process; negated below without overflow
         # Between hosts, which know it: a device would have to be waited for.
         message = torch.tensor([int(stale), digest, -digest], dtype=torch.int64)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host_group(holders.group))
+        all_reduce_on_hosts(message, holders.group, device_of(holders.mesh), dist.ReduceOp.MAX)
         anyone, most, least = message.tolist()
         if most != -least:
             shapes = [tuple(member.parameter.shape) for member, has in zip(here, present, strict=True) if not has]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import device_of, host_group
+from trueshard.distributed import all_reduce_on_hosts, device_of
 
 Ranks: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions over which a tensor is sharded."""
@@ -73,12 +73,13 @@ def all_reduce_over(ranks: Ranks, values: torch.Tensor, op: dist.ReduceOp.RedOpT
     """Return ``values`` reduced over ``ranks``, on the device they came from."""
     mesh, dims = ranks
     # Shards that rest in host memory are not what an accelerator's collectives take.
-    on_host = values.device.type == "cpu"
-    reduced = values if on_host else values.to(device_of(mesh))
+    if values.device.type == "cpu":
+        for dim in dims:
+            all_reduce_on_hosts(values, mesh.get_group(dim), device_of(mesh), op)
+        return values
     for dim in dims:
-        group = mesh.get_group(dim)
-        dist.all_reduce(reduced, op=op, group=host_group(group) if on_host else group)
-    return reduced.to(values.device)
+        dist.all_reduce(values, op=op, group=mesh.get_group(dim))
+    return values
 
 
 def widest_float(device: torch.device) -> torch.dtype:

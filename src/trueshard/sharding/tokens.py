@@ -124,7 +124,10 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         count, error = 0, caught
     # A flag says that a rank was given something else: if it raised at once, the others would wait in the all-reduce.
     shared = torch.tensor([count, error is not None])
-    total, errors = (shared if mesh is None else all_reduce_on_hosts(shared, mesh)).tolist()
+    for group in () if mesh is None else mesh.get_all_groups():
+        if mesh is not None and group.size() > 1:
+            all_reduce_on_hosts(shared, group, device_of(mesh))
+    total, errors = shared.tolist()
     if error is not None:
         raise error
     if errors:

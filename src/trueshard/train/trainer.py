@@ -24,7 +24,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
-from trueshard.distributed import device_of, host_group
+from trueshard.distributed import all_reduce_on_hosts, device_of
 from trueshard.errors import TrueShardError
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
@@ -90,8 +90,11 @@ def over_ranks(
 
     shared = joined(values)
     if dist.is_initialized():
-        world: Any = dist.group.WORLD
-        dist.all_reduce(shared, op, group=world if on_device else host_group(world))
+        if on_device:
+            dist.all_reduce(shared, op)
+        else:
+            world: Any = dist.group.WORLD
+            all_reduce_on_hosts(shared, world, device, op)
     reduced: list[float] = torch.cat([shared, joined(alike)]).tolist()
     return reduced
 
