@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 TORCH := torch==2.13.0
-APART := torchao==0.18.0 timm==1.0.31
+APART := torchao==0.18.0 timm==1.0.31 torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 \
+	torchdata==0.11.0 tyro==1.0.17 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.

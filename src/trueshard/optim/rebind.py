@@ -38,6 +38,20 @@ def family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return members
 
 
+def is_container(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a list of its own holds optimizers of all of its parameters: its step calls theirs, each bound by itself.
+
+    What else it does to parameters, DTensor's dispatch does on whole values.
+    """
+    lists = [value for value in vars(optimizer).values() if isinstance(value, (list, tuple))]
+    members = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
+    own, held = (
+        {id(parameter) for holder in holders for group in holder.param_groups for parameter in group["params"]}
+        for holders in ([optimizer], members)
+    )
+    return bool(members) and own <= held
+
+
 def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter], is_rows: Sequence[IsRows]) -> None:
     """Point ``optimizer``, and those that it wraps, at the sharded parameters.
 

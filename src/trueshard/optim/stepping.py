@@ -50,7 +50,7 @@ from trueshard.optim.classify import Verdict, classify
 from trueshard.optim.exact import are_exact
 from trueshard.optim.local_params import GroupStandIns, Placeholder, StandIn, WholeTensor, swapped
 from trueshard.optim.owners import Owned, Owners, Place
-from trueshard.optim.rebind import IsRows, by_shape, each_in, family
+from trueshard.optim.rebind import IsRows, by_shape, each_in, family, is_container
 from trueshard.optim.runs import BINDING, StepRuns
 from trueshard.optim.seeded_random import DRAWS, drawn_from, torch_states
 from trueshard.optim.ties import check_added_up
@@ -86,7 +86,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _refuse_unstepped(optimizer, model)
             if _holds(optimizer, model):
                 model.stepped_by.add(optimizer)
-                bind(optimizer)
+                if not is_container(optimizer):
+                    bind(optimizer)
             model.seen[optimizer] = signature
 
 
