@@ -107,14 +107,17 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
 def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
     tensors = sorted((key, value) for key, value in batch.items() if isinstance(value, torch.Tensor))
-    # Between hosts: of a batch that lies there, nothing has to be waited for.
-    checksums = torch.stack([_with_shape(tensor).to(tensors[0][1].device) for _, tensor in tensors]).tolist()
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, checksums, group=host_group(group))
+    # Between hosts: of a batch that lies there, nothing has to be waited for. Tensors, since a forecast knows their bytes.
+    checksums, hosts = torch.stack([_with_shape(tensor).cpu() for _, tensor in tensors]), host_group(group)
+    count = torch.tensor([len(tensors)], device="cpu")
+    every = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(every, count, group=hosts)
     which = "tensors"
-    if len(set(map(len, every))) == 1:
-        columns = zip(tensors, *every, strict=True)
-        which = ", ".join(key for (key, _), *values in columns if len(set(values)) > 1)
+    if len({int(count) for count in every}) == 1:
+        received = [torch.empty_like(checksums) for _ in range(group.size())]
+        dist.all_gather(received, checksums, group=hosts)
+        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
+        which = ", ".join(key for (key, _), differs in zip(tensors, differing, strict=True) if differs)
     if which:
         raise ValueError(
             f"the ranks that share a sequence were given different {which}: let a sample's number follow from the rank "

@@ -173,6 +173,8 @@ class KnownValues(_torch.SimulationMode):
         name = short_name(func)
         self._follow_truth(name, inputs, outputs)
         self._follow_sizes(name, args, outputs)
+        if name == "searchsorted" and self._follow_ends(args[0], args[1], outputs[0]):
+            return
         if name in _UNREAD or not self._concerns(name, inputs, outputs):
             return
         if name == "alltoall_base_" and not args[3] and not args[0].is_floating_point():
@@ -206,6 +208,15 @@ class KnownValues(_torch.SimulationMode):
         assert self._drawn is not None
         self._drawn += 1
         return torch.Generator().manual_seed(self._drawn)
+
+    def _follow_ends(self, row: torch.Tensor, values: torch.Tensor, ends: torch.Tensor) -> bool:
+        """Make up where each of the known ``values`` ends in a sorted row that is not known: shares are equal."""
+        if self._real_view(row) is not None or self._real_view(values) is None:
+            return False
+        self.guesses += 1
+        with _torch.real_tensors():
+            self._remember([ends], [_equal_shares(row.numel(), values.numel()).cumsum(0)])
+        return True
 
     def _follow_counts(self, arriving: torch.Tensor, leaving: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Make up how many tokens arrive for each expert here from each rank, by how many leave for it."""
@@ -338,8 +349,10 @@ class KnownValues(_torch.SimulationMode):
         times = math.prod(torch.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
         return source.new_empty(self._count(mask) * times)
 
-    def repeat_interleave(self, repeats: torch.Tensor) -> torch.Tensor:
-        """Every element is repeated once."""
+    def repeat_interleave(self, repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+        """Every element is repeated once, unless the caller says how many there will be."""
+        if output_size is not None:
+            return repeats.new_empty(output_size)
         warnings.warn(EVERYTHING, stacklevel=2)
         return repeats.new_empty(repeats.numel())
 
