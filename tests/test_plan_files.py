@@ -333,7 +333,7 @@ def by_torchtitan(rank: int, world_size: int, path: Path) -> list[str]:
 
 def test_torchtitan_trains_by_its_file(plan: Callable[..., str], tiny: Path, fresh2: Ranks, tmp_path: Path) -> None:
     pytest.importorskip(
-        "torchtitan.protocols.train_spec", reason="TorchTitan 0.2.2 (and triton) is not installed; run by hand, see the page"
+        "torchtitan.protocols.train_spec", reason="TorchTitan 0.2.2 is not installed; run by hand, see the page"
     )
     tree = {"model": {"name": "llama3", "flavor": "debugmodel"}, "training": {"seq_len": 64, "local_batch_size": 2}}
     path = written(tmp_path, "torchtitan", {**tree, "parallelism": {"fsdp_reshard_after_forward": "always"}})

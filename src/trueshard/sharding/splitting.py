@@ -107,8 +107,9 @@ def _shifted(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
 def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if ranks were given different tensors."""
     tensors = sorted((key, value) for key, value in batch.items() if isinstance(value, torch.Tensor))
-    # Between hosts: of a batch that lies there, nothing has to be waited for. Tensors, since a forecast knows their bytes.
-    checksums, hosts = torch.stack([_with_shape(tensor).cpu() for _, tensor in tensors]), host_group(group)
+    # Between hosts: of a batch that lies there, nothing has to be waited for. A forecast knows the bytes of tensors.
+    checksums = torch.stack([_with_shape(tensor).to(tensors[0][1].device) for _, tensor in tensors]).cpu()
+    hosts = host_group(group)
     count = torch.tensor([len(tensors)], device="cpu")
     every = [torch.empty_like(count) for _ in range(group.size())]
     dist.all_gather(every, count, group=hosts)
