@@ -58,6 +58,7 @@ def check(counts: dict[str, Any]) -> None:
             assert ours["operations"] <= 1.1 * by_hand["operations"], label
 
 
+@pytest.mark.rest
 def test_the_trainer_waits_once_a_step() -> None:
     check(counted(["AdamW, fused", "Trainer"]))
 
