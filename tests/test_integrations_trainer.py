@@ -11,7 +11,7 @@ import torch
 import trueshard
 from cases import on_ranks
 from parity import Ranks, assert_same
-from trainers import BATCH, STEPS, curve, folder_of, language_model, launched, tokens, whole_weights
+from trainers import BATCH, SETTINGS, STEPS, curve, folder_of, language_model, launched, tokens, whole_weights
 
 
 def made(
@@ -38,19 +38,10 @@ def made(
         model.model.layers[0].requires_grad_(False)
     samples, microbatches = BATCH // world_size, BATCH // world_size if kind == "accumulation" else 1
     words: dict[str, Any] = {
+        **SETTINGS,
         "per_device_train_batch_size": samples // microbatches,
         "gradient_accumulation_steps": microbatches,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "adam_epsilon": 1e-3,  # sums in another order stay small in the update
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 3,
         "bf16": kind == "bf16",
-        "disable_tqdm": True,
         "lr_scheduler_type": "linear",
     }
     kinds: Any = Trainer

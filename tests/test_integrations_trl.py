@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cases import on_ranks
 from parity import Ranks, assert_same
-from trainers import BATCH, STEPS, curve, folder_of, language_model, launched, whole_weights
+from trainers import BATCH, SETTINGS, STEPS, curve, folder_of, language_model, launched, whole_weights
 
 WORDS = ("a cat", "the dog sat", "one two", "red", "blue sky", "why not")
 
@@ -86,20 +86,11 @@ def made(rank: int, world_size: int, folder: str, base: str, name: str, kind: st
     trainer, config, samples, settings = kind_of(name)
     microbatches = BATCH // world_size if "accumulation" in kind else 1
     words: dict[str, Any] = {
+        **SETTINGS,
         "per_device_train_batch_size": BATCH // world_size // microbatches,
         "gradient_accumulation_steps": microbatches,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.5,
-        "adam_epsilon": 1e-3,  # sums in another order stay small in the update
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 3,
         "bf16": "bf16" in kind,
         "fp16": False,
-        "disable_tqdm": True,
         "gradient_checkpointing": kind == "recomputation",
     }
     if name in ("grpo", "rloo"):

@@ -15,6 +15,21 @@ BATCH = 6
 """Samples of a step over all ranks and microbatches: divides by 1, 2 and 3 ranks."""
 
 
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "max_grad_norm": 0.5,
+    "adam_epsilon": 1e-3,  # sums in another order stay small in the update
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "seed": 3,
+    "disable_tqdm": True,
+}
+"""Arguments of every trainer of transformers and TRL, unless a test has others."""
+
+
 def launched(rank: int, world_size: int) -> None:
     """Set what torchrun sets, which accelerate reads, and forget the accelerators of the job before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -373,10 +373,20 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def all_reduce(values: torch.Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce ``values`` in place over all dimensions of the mesh, and return them. Collective."""
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
+def all_reduce(
+    values: torch.Tensor,
+    mesh: DeviceMesh,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    dims: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Reduce ``values`` in place over ``dims`` of the mesh, all by default, and return them. Collective.
+
+    On the CPU they are a few, and travel between hosts: an accelerator's collectives do not take them.
+    """
+    for dim in range(mesh.ndim) if dims is None else dims:
+        if mesh.size(dim) > 1 and values.device.type == "cpu":
+            all_reduce_on_hosts(values, mesh.get_group(dim), device_of(mesh), op)
+        elif mesh.size(dim) > 1:
             dist.all_reduce(values, op=op, group=mesh.get_group(dim))
     return values
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trueshard.api import shard
+from trueshard.errors import own_errors
 from trueshard.parallel.collectives import scale_gradient
 
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ _OTHER_AXES = {
 def sharded(spec: ModelSpec, **options: Any) -> ModelSpec:
     """Return a model's specification whose ``parallelize_fn`` is ``parallelize``, with ``options`` of ``shard()``."""
 
-    def parallelize_fn(model: nn.Module, **given: Any) -> nn.Module:
-        return parallelize(model, **given, **options)
+    def parallelize_fn(model: nn.Module, **arguments: Any) -> nn.Module:
+        return parallelize(model, **arguments, **options)
 
     return dataclasses.replace(spec, parallelize_fn=parallelize_fn)
 
 
+@own_errors()
 def parallelize(
     model: nn.Module,
     *,
@@ -72,12 +74,12 @@ def parallelize(
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     copies = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     dtypes = (getattr(torch, word) for word in (training.mixed_precision_param, training.mixed_precision_reduce))
-    own = {
+    configured = {
         "mixed_precision": MixedPrecisionPolicy(*dtypes),
         "reshard_after_forward": _RESHARD[parallelism.fsdp_reshard_after_forward],
         "offload": "cpu" if training.enable_cpu_offload else "none",
     }
-    shard(model, mesh=parallel_dims.get_mesh([*copies, "fsdp"]), **(own | options))
+    shard(model, mesh=parallel_dims.get_mesh([*copies, "fsdp"]), **(configured | options))
     _sum_gradients(model, parallel_dims.dp_replicate * parallel_dims.dp_shard)
     return model
 

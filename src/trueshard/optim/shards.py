@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.distributed import all_reduce_on_hosts, device_of
+from trueshard.distributed import all_reduce
 
 Ranks: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions over which a tensor is sharded."""
@@ -72,14 +72,7 @@ def sharded_over(tensor: torch.Tensor) -> Ranks | None:
 def all_reduce_over(ranks: Ranks, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Return ``values`` reduced over ``ranks``, on the device they came from."""
     mesh, dims = ranks
-    # Shards that rest in host memory are not what an accelerator's collectives take.
-    if values.device.type == "cpu":
-        for dim in dims:
-            all_reduce_on_hosts(values, mesh.get_group(dim), device_of(mesh), op)
-        return values
-    for dim in dims:
-        dist.all_reduce(values, op=op, group=mesh.get_group(dim))
-    return values
+    return all_reduce(values, mesh, op, dims)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
-from trueshard.distributed import device_of, host_group
+from trueshard.distributed import device_of, gather_parts, host_group
 from trueshard.errors import own_errors
 from trueshard.model import agreement, names
 from trueshard.parallel.collectives import part_of
@@ -111,13 +111,9 @@ def _agree(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     checksums = torch.stack([_with_shape(tensor).to(tensors[0][1].device) for _, tensor in tensors]).cpu()
     hosts = host_group(group)
     count = torch.tensor([len(tensors)], device="cpu")
-    every = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(every, count, group=hosts)
     which = "tensors"
-    if len({int(count) for count in every}) == 1:
-        received = [torch.empty_like(checksums) for _ in range(group.size())]
-        dist.all_gather(received, checksums, group=hosts)
-        differing = torch.stack([other != checksums for other in received]).any(0).tolist()
+    if bool((gather_parts(count, hosts) == count).all()):
+        differing = (gather_parts(checksums, hosts) != checksums).any(0).tolist()
         which = ", ".join(key for (key, _), differs in zip(tensors, differing, strict=True) if differs)
     if which:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trueshard.distributed import all_reduce, all_reduce_on_hosts, device_of
+from trueshard.distributed import all_reduce, device_of
 from trueshard.model import names
 from trueshard.optim.shards import widest_float
 from trueshard.sharding.exact import ExactSums
@@ -124,10 +124,7 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
         count, error = 0, caught
     # A flag says that a rank was given something else: if it raised at once, the others would wait in the all-reduce.
     shared = torch.tensor([count, error is not None])
-    for group in () if mesh is None else mesh.get_all_groups():
-        if mesh is not None and group.size() > 1:
-            all_reduce_on_hosts(shared, group, device_of(mesh))
-    total, errors = shared.tolist()
+    total, errors = (shared if mesh is None else all_reduce(shared, mesh)).tolist()
     if error is not None:
         raise error
     if errors:
