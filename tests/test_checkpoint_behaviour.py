@@ -130,6 +130,27 @@ def test_what_is_saved_in_the_background_is_as_it_was_at_the_call(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
+def hashed_meanwhile(rank: int, world_size: int, folder: str) -> list[str]:
+    """Ranks begin to hash at different moments of a save in the background."""
+    model, optimizer = stack()
+    step(model, optimizer, rank, world_size)
+    totals = [trueshard.state_hash(model, optimizer).total]
+    for number in range(3):
+        ballast = torch.full((1 << 20,), float(number))
+        saving: Any = trueshard.save(Path(folder, str(number)), model=model, wait=False, ballast=ballast)
+        time.sleep(0.004 * rank)
+        for _ in range(10):
+            totals.append(trueshard.state_hash(model, optimizer).total)
+            trueshard.check_replicas(model, optimizer)
+        saving.wait()
+    return totals
+
+
+def test_states_are_hashed_and_compared_while_a_save_goes_on(tmp_path: Path, ranks3: Ranks) -> None:
+    """The exchanges of both do not mix, in whichever order each rank's threads come to them."""
+    assert len({total for totals in ranks3.run(hashed_meanwhile, str(tmp_path)) for total in totals}) == 1
+
+
 def too_large(rank: int, world_size: int, folder: str, where: int, then: str) -> list[str]:
     """Rank ``where`` may not write files as large as the checkpoint's; the background finds out."""
     model = nn.Linear(1024, 1024)
@@ -180,7 +201,9 @@ def again_and_again(rank: int, world_size: int, folder: str, wait: bool) -> list
     model, optimizer = stack(width=64)
     step(model, optimizer, rank, world_size)
     with gloo_lets_go():
-        trueshard.save(Path(folder, "first"), model=model, optimizer=optimizer, wait=True)
+        first = trueshard.save(Path(folder, "first"), model=model, optimizer=optimizer, wait=wait)
+        if first is not None:
+            first.wait()
         result, kept = [held_now()], []
         for number in range(4):
             path = Path(folder, f"{number}")

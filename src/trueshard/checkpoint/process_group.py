@@ -1,11 +1,12 @@
 """Ranks that save or load together: the values they exchange, and which rows of a tensor each holds and writes.
 
-They exchange values over a gloo group of their own, so that a save in the background does not come between the
-collectives of training, and a rank that calls ``save`` or ``load`` alone ends in an error.
+They exchange values over a gloo group of their own, so that a rank that calls ``save`` or ``load`` alone ends in an
+error; a save in the background over one more, so that it comes between the collectives of nothing else.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -41,6 +42,7 @@ class RankGroup:
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), *, staged: bool = False) -> None:
         self.rank, self.world, self._group = 0, 1, None
+        self._members: tuple[int, ...] = ()
         self.staged = staged
         """True if other ranks may have other tensors: their names are exchanged, too."""
         self.stage = [0]
@@ -50,11 +52,23 @@ class RankGroup:
         meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
         ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten()})
         members = tuple(range(dist.get_world_size()) if staged or not ranks else ranks)
-        self.rank, self.world = members.index(dist.get_rank()), len(members)
+        self.rank, self.world, self._members = members.index(dist.get_rank()), len(members), members
         self.stage = [members.index(rank) for rank in ranks or members]
+        self._connect("checkpoint")
+
+    def _connect(self, purpose: str) -> None:
         if self.world > 1:
             timeout = _torch.timeout_of(dist.group.WORLD)
-            self._group = _collective(lambda: gloo_group("checkpoint", members, timeout))
+            self._group = _collective(lambda: gloo_group(purpose, self._members, timeout))
+
+    def for_background(self) -> RankGroup:
+        """Return the same ranks, connected once more: for a thread beside which others exchange values. Collective.
+
+        On one group the exchanges of two threads would mix, in another order on each rank.
+        """
+        result = copy.copy(self)
+        result._connect("background")
+        return result
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""

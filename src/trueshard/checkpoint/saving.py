@@ -93,6 +93,7 @@ def save(
     if wait:
         job.run()
         return None
+    job.group = job.group.for_background()
     staged = _staged([_torch.local(tensor).detach() for _, tensor in job.rows.values()])
     job.rows = {key: (begin, copy) for (key, (begin, _)), copy in zip(job.rows.items(), staged, strict=True)}
     return background.start(job.run, f"saving {path}")
@@ -304,7 +305,7 @@ class Saving:
 class Background:
     """The save that runs in the background of this process, if any.
 
-    There is one at a time: the exchanges of two would mix on the ranks' gloo group, in another order on each.
+    There is one at a time: the exchanges of two would mix on the group that is theirs.
     """
 
     def __init__(self) -> None:
