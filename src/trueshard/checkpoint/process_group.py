@@ -41,7 +41,8 @@ class RankGroup:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), *, staged: bool = False) -> None:
-        self.rank, self.world, self._group = 0, 1, None
+        self.rank, self.world = 0, 1
+        self._group: dist.ProcessGroup | None = None
         self._members: tuple[int, ...] = ()
         self.staged = staged
         """True if other ranks may have other tensors: their names are exchanged, too."""
