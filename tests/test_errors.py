@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
 import pickle
 import subprocess
@@ -110,6 +111,28 @@ def test_a_step_that_is_refused(rank: int, ranks: int) -> None:
         pass
 
 
+@on_ranks(2)
+def test_passes_that_are_refused(rank: int, ranks: int) -> None:
+    """In a forward, a backward and between them, where no function of TrueShard's stands around."""
+    made = sharded()
+    values = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match="create_graph") as caught:
+        made(values).sum().backward(create_graph=True)
+    assert isinstance(caught.value, TrueShardError)
+    with trueshard.gathered(sharded()) as whole:
+        pass
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        whole(values)
+    assert isinstance(caught.value, TrueShardError)
+    other = sharded()
+    with pytest.raises(RuntimeError, match="not used in the graph") as caught:
+        torch.autograd.grad(other[0](values).sum(), list(other.parameters()))
+    assert isinstance(caught.value, TrueShardError)
+    with pytest.raises(RuntimeError, match="copied alone") as caught:
+        copy.deepcopy(sharded()[0])
+    assert isinstance(caught.value, TrueShardError)
+
+
 @on_ranks(1)
 def test_errors_of_the_users_code_stay_as_they_are(rank: int, ranks: int) -> None:
     def units(name: str, module: nn.Module) -> bool:
@@ -126,7 +149,8 @@ ELSEWHERE = {"AssertionError", "KeyError", "OverflowError", "Refused"}
 
 def test_each_kind_that_is_raised_below_the_public_functions_can_have_the_base() -> None:
     public = {name for name in trueshard.__all__ if isinstance(getattr(trueshard, name), type)}
-    known = {kind.__name__ for kind in errors._OWN} | public | {"DeviceError", "RankFailed"} | ELSEWHERE
+    kinds = {kind.__name__ for kind in [*errors._OWN, *errors._OWN.values()]}
+    known = kinds | public | {"DeviceError", "RankFailed"} | ELSEWHERE
     rooms = ("api.py", "options.py", "plans.py", "distributed.py", "model", "sharding", "optim", "checkpoint")
     files = [file for room in rooms for file in ([SOURCE / room] if "." in room else (SOURCE / room).rglob("*.py"))]
     raised = {

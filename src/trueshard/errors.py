@@ -104,6 +104,18 @@ def is_defect(error: BaseException) -> bool:
     return getattr(error, "is_defect", False) or not (named or (by_raise and file.startswith(_HERE)))
 
 
+class TrueShardRuntimeError(TrueShardError, RuntimeError):
+    """Raised inside the user's own forward, backward or step, where no ``own_errors`` stands around."""
+
+
+class TrueShardTypeError(TrueShardError, TypeError):
+    """As ``TrueShardRuntimeError``."""
+
+
+class TrueShardValueError(TrueShardError, ValueError):
+    """As ``TrueShardRuntimeError``."""
+
+
 def _own(kind: type[Exception]) -> Callable[..., TrueShardError]:
     names = {"__module__": __name__, "__qualname__": f"TrueShard{kind.__name__}"}
     made = type(kind.__name__, (TrueShardError, kind), names)
@@ -111,8 +123,12 @@ def _own(kind: type[Exception]) -> Callable[..., TrueShardError]:
     return made
 
 
-_KINDS = (ValueError, TypeError, RuntimeError, OSError, FileExistsError, FileNotFoundError, NotADirectoryError)
-_OWN = {kind: _own(kind) for kind in _KINDS}
+_OWN: dict[type[Exception], Callable[..., TrueShardError]] = {
+    RuntimeError: TrueShardRuntimeError,
+    TypeError: TrueShardTypeError,
+    ValueError: TrueShardValueError,
+    **{kind: _own(kind) for kind in (OSError, FileExistsError, FileNotFoundError, NotADirectoryError)},
+}
 """Kind that is raised inside of TrueShard → the same as a ``TrueShardError``."""
 
 
@@ -124,7 +140,7 @@ def own_errors() -> Iterator[None]:
     """
     try:
         yield
-    except _KINDS as error:
+    except tuple(_OWN) as error:
         file, by_raise = raised_in(error)
         if type(error) not in _OWN or not (by_raise and file.startswith(_HERE)):
             raise

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.distributed import device_of, gather_parts
-from trueshard.errors import own_errors
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError, own_errors
 from trueshard.model import names
 from trueshard.optim import exact
 from trueshard.optim.shards import (
@@ -102,7 +102,7 @@ def clip_grad_norm_(
         total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
         norms = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
-        raise RuntimeError(_not_finite(grads, norms, total, norm_type))
+        raise TrueShardRuntimeError(_not_finite(grads, norms, total, norm_type))
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
         return total
@@ -240,7 +240,7 @@ class MeasuredNorms(Mapping[str, Norms]):
 
     def _measured(self) -> dict[str, Norms]:
         if self._norms is None:
-            raise RuntimeError(self._why)
+            raise TrueShardRuntimeError(self._why)
         return self._norms
 
     def __getitem__(self, name: str) -> Norms:
@@ -286,7 +286,9 @@ def measure_norms(model: nn.Module) -> Iterator[MeasuredNorms]:
     for name, _, _, held in names.named_tensors(model, "parameters"):
         parameter = sharded.get(id(held), held)
         if parameter.is_meta:
-            raise ValueError(f"{name!r} is on the meta device and has no values to measure; load or initialise it")
+            raise TrueShardValueError(
+                f"{name!r} is on the meta device and has no values to measure; load or initialise it"
+            )
         if named.setdefault(parameter, name) != name:
             measured._ties[name] = named[parameter]
     gradients = _squares([parameter.grad for parameter in named])

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce_on_hosts, device_of, group_over
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.model.agreement import bits_of
 from trueshard.model.regions import Region, coordinate_of, extent, has_whole_rows, put, region_of, take
 from trueshard.optim.local_params import leaf_over, local_gradient
@@ -339,7 +340,7 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
         anyone, most, least = message.tolist()
         if most != -least:
             shapes = [tuple(member.parameter.shape) for member, has in zip(here, present, strict=True) if not has]
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 "ranks do not have gradients for the same parameters, so they cannot be sent to their owners; "
                 f"here {len(shapes)} have none, of shapes {shapes[:3]}: let every rank reach the same parameters"
             )

@@ -43,7 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
-from trueshard.errors import own_errors
+from trueshard.errors import TrueShardRuntimeError, own_errors
 from trueshard.model import registry
 from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict, classify
@@ -107,7 +107,7 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
         if model.ties:
             check_added_up(optimizer, model.ties)
         if model.has_pending and _holds(optimizer, model):
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"{type(optimizer).__name__} would step without gradients that each rank has summed and that are not "
                 "reduced: since the last step every backward ran under accumulate(model, last=False). Run the last one "
                 "under last=True, or drop them with zero_grad()"
@@ -119,14 +119,14 @@ def _refuse_unstepped(optimizer: torch.optim.Optimizer, model: registry.ShardedM
     plain = [parameter for parameter in _members(optimizer) if not isinstance(parameter, DTensor)]
     for parameter in plain:
         if (name := model.replaced.get(parameter)) is not None:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"{type(optimizer).__name__} holds {name!r} as it was before shard(), so its step would train nothing; "
                 "give the optimizer to shard(), or make it from model.parameters() after shard()"
             )
     gathered = {id(g): name for name, _, g in _torch.gathered_parameters(model.root.modules())} if plain else {}
     for parameter in plain:
         if (name := gathered.get(id(parameter))) is not None:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"{type(optimizer).__name__} was made while {name!r} was gathered (between forward and backward), "
                 "so its step would train nothing; make it before the forward, or give it to shard()"
             )

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.distributed import device_of
+from trueshard.errors import TrueShardRuntimeError, TrueShardTypeError, TrueShardValueError
 from trueshard.model import registry
 
 
@@ -32,9 +33,9 @@ def tie_of(parameter: torch.Tensor) -> Tie | None:
 def check_stages(argument: str, stages: Any) -> None:
     """Raise TypeError or ValueError unless ``stages``, called ``argument`` in messages, is a 1-D mesh."""
     if not isinstance(stages, DeviceMesh):
-        raise TypeError(f"{argument} must be a torch.distributed DeviceMesh, not {type(stages).__name__}")
+        raise TrueShardTypeError(f"{argument} must be a torch.distributed DeviceMesh, not {type(stages).__name__}")
     if stages.ndim != 1:
-        raise ValueError(f'{argument} must be 1-D, one rank of each stage, not {stages.ndim}-D: mesh["stage"]')
+        raise TrueShardValueError(f'{argument} must be 1-D, one rank of each stage, not {stages.ndim}-D: mesh["stage"]')
 
 
 def check_added_up(optimizer: torch.optim.Optimizer, ties: Sequence[Tie]) -> None:
@@ -42,7 +43,7 @@ def check_added_up(optimizer: torch.optim.Optimizer, ties: Sequence[Tie]) -> Non
     pending = [tie for tie in ties if tie.is_pending]
     for parameter in (p for group in optimizer.param_groups for p in group["params"]) if pending else ():
         if (tie := next((tie for tie in pending if tie.parameter is parameter), None)) is not None:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"{type(optimizer).__name__} would step {tie.name!r} with the gradient of this stage alone: run "
                 "backward by a schedule of torch.distributed.pipelining, which ends by adding up the copies' "
                 "gradients, or drop them with zero_grad()"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trueshard.errors import TrueShardValueError
 from trueshard.model.names import Index
 from trueshard.parallel.tp_styles import STYLES
 
@@ -40,7 +41,7 @@ def adapter_styles(name: str, adapter: Any, word: str) -> dict[str, str]:
     if style.sums:
         return {f"{name}.{path}" if path else name: word for path, _ in adapter.named_modules()}
     if style.uncut is None:
-        raise ValueError(
+        raise TrueShardValueError(
             f"tensor: {kind_of_adapter(adapter)} of {name!r} does not go with the style {word!r}: leave {name!r} out "
             "of the adapter's targets, or out of the styles"
         )
@@ -67,7 +68,7 @@ def refuse_adapters(index: Index) -> None:
     """Raise ValueError for an adapter of a whole model that does not go with parts of its heads, or of a parameter."""
     for name, module in index.modules.items():
         if parameter := getattr(module, "parameter_name", None):
-            raise ValueError(
+            raise TrueShardValueError(
                 f"tensor: {kind_of_adapter(module)} of the parameter {parameter!r} of {name!r} (target_parameters) is "
                 "added to the whole of it, of which each rank has a part: adapt layers (target_modules), or leave out "
                 "tensor"
@@ -75,7 +76,7 @@ def refuse_adapters(index: Index) -> None:
         for config in dict(getattr(module, "peft_config", {})).values():
             kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
             if getattr(config, "is_prompt_learning", False) and hasattr(config, "prefix_projection"):
-                raise ValueError(
+                raise TrueShardValueError(
                     f"tensor: {kind} of {name or type(module).__name__!r} gives attention the keys and values of all "
                     "heads, of which each rank has a part: use another adapter, or leave out tensor"
                 )
@@ -90,7 +91,7 @@ def refuse_later_adapters(index: Index) -> None:
         for dim, attribute in enumerate(("lora_B", "lora_A")):
             matrices: Any = getattr(layer, attribute, {})
             if any(matrice.weight.shape[dim] != weight.shape[dim] for matrice in matrices.values()):
-                raise ValueError(
+                raise TrueShardValueError(
                     f"{name!r} was adapted by PEFT after the model was cut, and its {attribute} is of the size of a "
                     "rank's part: adapt the whole model and let shard() cut both, with tensor="
                 )

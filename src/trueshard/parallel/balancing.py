@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
+from trueshard.errors import TrueShardValueError
 from trueshard.parallel.collectives import sum_gradients, sum_parts
 from trueshard.plans import Plan
 
@@ -88,7 +89,7 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
     def balance(*args: Any, **kwargs: Any) -> Any:
         for option, is_on in (("exact", plan.exact), ("tensor", plan.tensor > 1), ("context", plan.context > 1)):
             if is_on:
-                raise ValueError(
+                raise TrueShardValueError(
                     f"{option}={getattr(plan, option)}: a loss that balances routers follows from how tokens lie on "
                     "ranks: set output_router_logits=False"
                 )
@@ -137,7 +138,7 @@ def _balancing_loss(
         if attention_mask is not None:
             mask = attention_mask.reshape(-1).to(device, torch.float32)
             if len(mask) != len(weights):
-                raise ValueError(
+                raise TrueShardValueError(
                     f"attention_mask has {len(mask)} tokens and the router {len(weights)}: give each rank the mask of "
                     "its own part of the tokens, or set output_router_logits=False"
                 )

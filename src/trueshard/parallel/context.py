@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
+from trueshard.errors import TrueShardValueError
 from trueshard.model import names
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange, part_of
@@ -63,7 +64,7 @@ def language_model(index: Index) -> Any:
         if isinstance(module, transformers.PreTrainedModel) and not inside:
             models[name] = module
     if len(models) != 1:
-        raise ValueError(
+        raise TrueShardValueError(
             f"context: {_torch.own_class(index.root).__name__} has {len(models)} models of transformers, and it is "
             "through their attention interface that ranks share a sequence; give one, or leave out context"
         )
@@ -88,7 +89,7 @@ def refuse(index: Index, plan: Plan) -> None:
         or config.is_encoder_decoder
         or getattr(config, "add_cross_attention", False)
     ):
-        raise ValueError(
+        raise TrueShardValueError(
             f"context={plan.context}: {kind} reads more than one sequence (images, or an encoder's), and only a "
             "model of text alone can share it; leave out context"
         )
@@ -97,7 +98,7 @@ def refuse(index: Index, plan: Plan) -> None:
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if heads % ranks and (sliding or getattr(config, "sliding_window", None)):
         product = f"context {plan.context}" + (f" × tensor {plan.tensor}" if plan.tensor > 1 else "")
-        raise ValueError(
+        raise TrueShardValueError(
             f"{product} = {ranks} ranks do not divide the {heads} attention heads of {kind}, and with sliding windows "
             "keys cannot go round instead: choose a divisor"
         )
@@ -132,7 +133,9 @@ def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
         if why is None and layers - _LAYERS:
             why = f"its layers are of kind {min(layers - _LAYERS)!r}"
     if why:
-        raise ValueError(f"context={plan.context}: {kind} cannot share a sequence: {why}; or leave out context")
+        raise TrueShardValueError(
+            f"context={plan.context}: {kind} cannot share a sequence: {why}; or leave out context"
+        )
 
 
 def _find_mixer(model: Any, attention: Mapping[str, Any]) -> str | None:
@@ -214,7 +217,7 @@ def attend(
         unsplit: tuple[torch.Tensor, Any] = inner(module, query, key, value, attention_mask, *args, **kwargs)
         return unsplit
     if per_head := [name for name in _PER_HEAD if kwargs.get(name) is not None]:
-        raise ValueError(
+        raise TrueShardValueError(
             f"context: attention has {per_head[0]}, with values for each head, which ranks do not share yet"
         )
     length, heads = attention_mask.shape[-1], query.shape[1]
@@ -232,7 +235,7 @@ def _is_split(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, group:
         return False
     length = part_of(mask.shape[-1], group.rank(), group.size())[1]
     if (query.shape[2], key.shape[2]) != (length, length):
-        raise ValueError(
+        raise TrueShardValueError(
             f"attention has {query.shape[2]} queries and {key.shape[2]} keys for {length} of {mask.shape[-1]} "
             "positions: what trueshard.split_sequence gives goes to the model as it is, and without past_key_values"
         )
@@ -271,7 +274,7 @@ def _around(
     elif changes := [name for name in _CHANGES if kwargs.get(name) is not None]:
         why = f"which knows no {changes[0]}"
     if why:
-        raise ValueError(
+        raise TrueShardValueError(
             f"context: {ranks} ranks do not divide {heads} attention heads, so keys and values go round, {why}; or "
             "choose a context that divides the heads"
         )
@@ -291,7 +294,7 @@ def _own_attention(module: nn.Module, kind: str) -> Any:
         namespace = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
         if "ALL_ATTENTION_FUNCTIONS" in namespace:
             return namespace["ALL_ATTENTION_FUNCTIONS"].get_interface(kind, namespace.get("eager_attention_forward"))
-    raise ValueError(f"{type(module).__name__} is not of a file with transformers' attention interface")
+    raise TrueShardValueError(f"{type(module).__name__} is not of a file with transformers' attention interface")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trueshard import _torch
 from trueshard.distributed import Axes, is_simulated
+from trueshard.errors import TrueShardValueError
 from trueshard.model import experts
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
@@ -46,32 +47,36 @@ def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
 
 def _refuse(index: Index, plan: Plan) -> None:
     if any(isinstance(parameter, DTensor) for parameter in index.root.parameters()):
-        raise ValueError(f"experts={plan.experts}: the model is cut already; give shard() the model before that")
+        raise TrueShardValueError(
+            f"experts={plan.experts}: the model is cut already; give shard() the model before that"
+        )
     counts = experts.shared_out(index, plan.experts)
     modules, replicated = index.modules, {parameter.name for parameter in plan.replicated}
     units = {unit.name for unit in plan.units if unit.kind == "experts"}
     for name in counts:
         if name not in units:
-            raise ValueError(
+            raise TrueShardValueError(
                 f"experts={plan.experts}: {name!r} is no unit of its own in the plan (tied to another, or the plan was "
                 "made for other ranks): make the plan anew, or leave out experts"
             )
         for attribute, parameter in _torch.own_parameters(modules[name]).items():
             fqn = f"{name}.{attribute}"
             if parameter is not None and (fqn in replicated or not parameter.is_floating_point()):
-                raise ValueError(
+                raise TrueShardValueError(
                     f"experts={plan.experts}: {fqn!r} is {parameter.dtype} and cannot be cut (quantised experts, or "
                     "several dtypes in one module): load it in floating point, or leave out experts"
                 )
         _refuse_adapter(name, modules, plan.experts)
         if plan.sequence and name.rpartition(".")[0] in {unit.name for unit in plan.units if unit.kind == "block"}:
-            raise ValueError(f"experts={plan.experts}: {name!r} lies in its block itself: leave out tensor's sequence")
+            raise TrueShardValueError(
+                f"experts={plan.experts}: {name!r} lies in its block itself: leave out tensor's sequence"
+            )
 
 
 def _refuse_adapter(name: str, modules: dict[str, nn.Module], ranks: int) -> None:
     above, _, attribute = name.rpartition(".")
     if attribute == "base_layer":
-        raise ValueError(
+        raise TrueShardValueError(
             f"experts={ranks}: {above!r} is a {type(modules[above]).__name__} around stacked experts, whose matrices "
             "are not cut by expert: adapt linear layers only (target_modules), or leave out experts"
         )
@@ -131,7 +136,7 @@ def _try(name: str, module: Any, ranks: int) -> str:
     triples = zip(places, *results, strict=True)
     wrong = [place for place, a, b in triples if (a - b).abs().max() > 1e-4 * a.abs().max()]
     if wrong:
-        raise ValueError(
+        raise TrueShardValueError(
             f"experts={ranks}: {name!r} ({_torch.own_class(module).__name__}) is something else with its experts "
             f"apart: {wrong[0]} differs. Its forward (hidden states, experts of each token, weights) must be the "
             "weighted sum of what each expert makes of a token by itself; change that, or leave out experts "

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError
 from trueshard.model.units import has_forward
 from trueshard.parallel.collectives import gather, own_part, scatter_sum
 from trueshard.parallel.forward_trial import last_norm
@@ -137,7 +138,7 @@ def blocks_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str,
         children = [f"{name}.{child}" for child, _ in modules[name].named_children()]
         large = [child for child in children if any(parameter.ndim > 1 for parameter in modules[child].parameters())]
         if flat := next((child for child in large if child in styles), None):
-            raise ValueError(
+            raise TrueShardValueError(
                 f"tensor: with sequence, a block's attention and feed-forward are modules of their own, which {flat!r} "
                 "is not: leave out sequence"
             )
@@ -146,13 +147,13 @@ def blocks_of(modules: Mapping[str, nn.Module], plan: Plan, styles: Mapping[str,
     lists = {block.name.rpartition(".")[0] for block in result}
     if len(lists) != 1:
         shown = ", ".join(map(repr, sorted(lists))) or "none"
-        raise ValueError(
+        raise TrueShardValueError(
             f"tensor: with sequence, the blocks are one list of modules; here: {shown}. Leave out sequence"
         )
     if replicated := next(
         (parameter for parameter in plan.replicated if any(block.holds_parts(parameter.name) for block in result)), None
     ):
-        raise ValueError(
+        raise TrueShardValueError(
             f"tensor: {replicated.name!r} is whole on every rank ({replicated.why}), which does not go with sequence"
         )
     return result
@@ -279,7 +280,7 @@ def _follow_passes(holder: nn.Module, state: Pass, norm: str | None) -> None:
             output = inner(*args, **kwargs)
             # A forward that goes another way than it was tried: its output would be a part, in silence.
             if state.in_parts:
-                raise RuntimeError(
+                raise TrueShardRuntimeError(
                     f"tensor: {type(holder).__name__} did not call {norm!r} behind its blocks in this pass, as it did "
                     "when it was tried, and returns a part of the sequence: leave out sequence"
                 )

@@ -31,6 +31,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import device_of
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.model import agreement, names, registry
 from trueshard.model.names import Held
 from trueshard.plans import Replicated
@@ -64,7 +65,7 @@ def follow_assignments(runtime: Runtime, numbers: Mapping[nn.Module, int]) -> No
         _forget_removed(runtime)
         for registry_of_module, attribute, name in registries:
             if registry_of_module.get(attribute) is None:
-                raise RuntimeError(
+                raise TrueShardRuntimeError(
                     f"{name!r} is sharded and was deleted or set to None, and FSDP2 would put it back: do so before "
                     "shard(), or assign a new module"
                 )
@@ -83,7 +84,7 @@ def watch_assignments() -> Callable[[], None]:
 
 def refuse_to_write(what: str, *_: Any, **__: Any) -> Any:
     """Raise RuntimeError: ``what`` writes a sharded model as if its tensors were whole."""
-    raise RuntimeError(
+    raise TrueShardRuntimeError(
         f"{what} would write this rank's shards of a sharded model: call trueshard.save(folder, model=model) on every "
         "rank, which writes a folder that from_pretrained() reads"
     )
@@ -120,7 +121,7 @@ def _module_assigned(parent: nn.Module, name: str, child: nn.Module | None) -> N
         return
     new = [module for module in child.modules() if _home(module) is None]
     if any(type(module).__module__.startswith("peft.") for module in new):
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"PEFT would size the adapter {name!r} by this rank's shard: call get_peft_model() before shard()"
         )
     held = [(m, a, p) for m in new for a, p in _torch.own_parameters(m).items() if p is not None]
@@ -153,12 +154,12 @@ def _is_placed_by_fsdp(runtime: Runtime, module: nn.Module, name: str, parameter
         if parameter is sharded or parameter is gathered:
             if is_here:
                 return True
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"{fqn!r} is sharded and would get a second place, {name!r}, of which FSDP2 does not know: tie or "
                 "parametrise parameters before shard()"
             )
     if here is not None and not isinstance(parameter, DTensor):  # a state dict that is assigned has DTensors
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"{here!r} is sharded, and FSDP2 would go on with the parameter that it knows: write the values into it "
             "(load_state_dict(), or copy_() of a DTensor), assign a new module, or assign it before shard()"
         )
@@ -218,7 +219,7 @@ def _settle_added(runtime: Runtime) -> None:
 
 
 def _refuse_copy(memo: dict[int, Any]) -> Any:
-    raise RuntimeError(
+    raise TrueShardRuntimeError(
         "this sharded model was given parameters after shard(), and such a model cannot be copied: copy it before, or "
         "add them before shard()"
     )
@@ -230,7 +231,7 @@ def _resize(resize: Any, new_num_tokens: int | None = None, pad_to_multiple_of: 
     rows = model.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
     if -(-wanted // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1) != rows:
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"the embeddings are sharded and have {rows} rows, so they cannot become {wanted}: call "
             "resize_token_embeddings() before shard()"
         )

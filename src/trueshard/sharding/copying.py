@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.model import names
 from trueshard.model.snapshot import ModuleState, Trace
 from trueshard.sharding.hooks import Runtime
@@ -38,11 +39,13 @@ def allow_deepcopy(runtime: Runtime, before: Sequence[ModuleState], apply: Apply
 
 
 def _refuse(memo: dict[int, Any]) -> Any:
-    raise RuntimeError("one unit of a sharded model cannot be copied alone; copy the model that was given to shard()")
+    raise TrueShardRuntimeError(
+        "one unit of a sharded model cannot be copied alone; copy the model that was given to shard()"
+    )
 
 
 def _refuse_cut(memo: dict[int, Any]) -> Any:
-    raise RuntimeError("a model that was cut before shard() cannot be copied: let shard(tensor=...) cut it")
+    raise TrueShardRuntimeError("a model that was cut before shard() cannot be copied: let shard(tensor=...) cut it")
 
 
 def _copy(runtime: Runtime, apply: Apply, memo: dict[int, Any]) -> nn.Module:
@@ -90,7 +93,7 @@ def copy_modules(
             copied = copy.deepcopy(modules, memo)
         except Exception as error:
             name = _uncopied(root, parameters)
-            raise RuntimeError(f"the module {name!r} cannot be copied by copy.deepcopy: {error}") from error
+            raise TrueShardRuntimeError(f"the module {name!r} cannot be copied by copy.deepcopy: {error}") from error
     for top in copied if isinstance(copied, list) else [copied]:
         for module in top.modules():
             release_whole(module)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.model import names, registry
 from trueshard.sharding.hooks import Runtime
 from trueshard.sharding.meeting import meet, meet_to_gather
@@ -80,13 +81,15 @@ def differentiate(
     leaf_of = {id(sharded): leaf for sharded, leaf in pairs}
     inputs = [sharded_of.get(id(tensor), tensor) for tensor in inputs]  # from forward to backward, names give leaves
     if create_graph:
-        raise RuntimeError(_cannot("have a graph (create_graph=True), since ranks average numbers"))
+        raise TrueShardRuntimeError(_cannot("have a graph (create_graph=True), since ranks average numbers"))
     requested = set(map(id, inputs))
     runtimes = [runtime for runtime, pairs in pairs_of.items() if any(id(sharded) in requested for sharded, _ in pairs)]
     if any(runtime.accumulating or runtime.has_unreduced() for runtime in runtimes):
-        raise RuntimeError(_cannot("be told from what accumulate(model, last=False) has summed; call it outside"))
+        raise TrueShardRuntimeError(
+            _cannot("be told from what accumulate(model, last=False) has summed; call it outside")
+        )
     if not all(tensor.is_leaf for tensor in inputs):
-        raise RuntimeError(_cannot("be taken together with those of a tensor that is no leaf; use two calls"))
+        raise TrueShardRuntimeError(_cannot("be taken together with those of a tensor that is no leaf; use two calls"))
     targets = list(dict.fromkeys(target for tensor in inputs for target in (tensor, leaf_of.get(id(tensor), tensor))))
     if accumulate:
         return engine(targets, True, True)
@@ -101,7 +104,9 @@ def differentiate(
             tensor.grad = grad
     unused = [i for i, grad in enumerate(grads) if grad is None]
     if unused and not allow_unused:
-        raise RuntimeError(f"inputs {unused} of autograd.grad() are not used in the graph; pass allow_unused=True")
+        raise TrueShardRuntimeError(
+            f"inputs {unused} of autograd.grad() are not used in the graph; pass allow_unused=True"
+        )
     return tuple(grads)
 
 
@@ -121,7 +126,7 @@ def check_functional_call(module: nn.Module, tensors: Mapping[str, torch.Tensor]
         path, _, attribute = name.rpartition(".")
         present = placed.get((module.get_submodule(path), attribute))
         if present is not None and all(tensor is not other for other in present):
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"functional_call() gives {name!r} another value, and FSDP2 would compute with the one that it "
                 "sharded: write the value into the parameter for the call, or call the model before shard()"
             )
@@ -138,7 +143,7 @@ def assign_data(tensor: DTensor, value: torch.Tensor) -> None:
     """
     new, old = ((tuple(it.shape), it.dtype) for it in (value, tensor))
     if new != old:
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"p.data = w: w has shape {new[0]} and {new[1]}, the whole parameter {old[0]} and {old[1]}. Assign "
             "a tensor of the parameter's own shape and dtype, or convert the model before shard()"
         )

@@ -31,6 +31,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError
 from trueshard.model import names
 from trueshard.model.experts import by_grouped_products
 from trueshard.model.names import Index
@@ -58,7 +59,9 @@ def check_globs(index: Index, plan: Plan) -> None:
     for glob in plan.exact:
         if not names.matching(glob, present):
             shown = ", ".join(map(repr, present[:8]))
-            raise ValueError(f"exact: {glob!r} matches no parameter.{nearest(glob, present)} Parameters: {shown}")
+            raise TrueShardValueError(
+                f"exact: {glob!r} matches no parameter.{nearest(glob, present)} Parameters: {shown}"
+            )
 
 
 def refuse(root: nn.Module, plan: Plan) -> None:
@@ -67,23 +70,25 @@ def refuse(root: nn.Module, plan: Plan) -> None:
         return
     for axis in OPTIONS:
         if (size := getattr(plan, axis)) > 1:
-            raise ValueError(
+            raise TrueShardValueError(
                 f"exact=True does not go with {axis}={size}, whose ranks add up inside of forward and backward, in an "
                 f"order that follows from their number; leave out {axis}"
             )
     if plan.pipeline:
-        raise ValueError("exact=True does not go with a pipeline: its schedule adds up microbatches itself")
+        raise TrueShardValueError("exact=True does not go with a pipeline: its schedule adds up microbatches itself")
     if plan.mixed_precision is not None and plan.mixed_precision.compute == "float16":
-        raise ValueError(
+        raise TrueShardValueError(
             "exact=True does not go with float16: gradients of a scaled loss leave the range of exact sums; compute in "
             "bfloat16"
         )
     for name, parameter in root.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
-            raise ValueError(f"exact=True: {name!r} is {parameter.dtype}, of which there are no exact sums; convert it")
+            raise TrueShardValueError(
+                f"exact=True: {name!r} is {parameter.dtype}, of which there are no exact sums; convert it"
+            )
     for name, module in root.named_modules():
         if isinstance(module, _torch.BatchNorm) and module.training and module.track_running_stats:
-            raise ValueError(
+            raise TrueShardValueError(
                 f"exact=True: {name!r} keeps statistics of what a rank has seen, which follow from the number of "
                 "ranks; replace it (GroupNorm), or freeze it with eval()"
             )
@@ -94,7 +99,7 @@ def refuse_experts(root: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.device_type == "cpu" or is_simulated(mesh) or not torch.are_deterministic_algorithms_enabled():
         return
     if modules := by_grouped_products(root):
-        raise ValueError(
+        raise TrueShardValueError(
             f'exact=True: transformers computes the experts of {next(iter(modules))!r} by "grouped_mm", whose histc '
             'has no deterministic kernel on CUDA; call model.set_experts_implementation("eager")'
         )
@@ -118,7 +123,7 @@ def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ValueError if the kernel of an optimizer on a CPU rounds by the place of an element in memory."""
     for optimizer in optimizers:
         if any(group.get("fused") for group in optimizer.param_groups):
-            raise ValueError(
+            raise TrueShardValueError(
                 f"exact=True: {type(optimizer).__name__} has fused=True, and the fused kernels of the CPU round the "
                 "last elements of a tensor otherwise than the rest; give it foreach=True"
             )
@@ -186,7 +191,7 @@ class ExactSums:
             return
         kept = torch.stack([grad.any() for grad in grads]).any().to(device_of(self.mesh), torch.uint8)
         if all_reduce(kept, self.mesh, dist.ReduceOp.MAX):
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 "exact=True: gradients of an earlier backward are there already, and reduced ones do not add up "
                 "exactly; run all backwards of a step but the last one inside accumulate(model, last=False)"
             )
@@ -239,7 +244,7 @@ class ExactSums:
         unit was reduced in parts, which FSDP2 rounds before it adds them.
         """
         if twice := [name for name, count in self._reductions.items() if count > 1]:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"exact=True: unit {twice[0] or '(root)'!r} ran several times before this backward, so what had been "
                 "accumulated was reduced apart from what came last, and those do not add up exactly: call backward() "
                 "after each forward; for a module that the model itself calls again, choose larger units"

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import device_of
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError
 from trueshard.model import names
 from trueshard.sharding import methods
 from trueshard.sharding.copying import copy_modules
@@ -68,7 +69,9 @@ class GatheredCopy:
         self._runtime: Runtime | None = sharded(model)
         runtime, root = self._runtime, self._runtime.root
         if any(parameter.is_meta for parameter in root.parameters()):
-            raise ValueError("the model is on the meta device and has no values to gather: load or initialise it first")
+            raise TrueShardValueError(
+                "the model is on the meta device and has no values to gather: load or initialise it first"
+            )
         compute, device = runtime.compute_dtype, device_of(runtime.mesh)
 
         def made(parameter: torch.Tensor) -> nn.Parameter:
@@ -94,7 +97,7 @@ class GatheredCopy:
         """
         runtime = self._runtime
         if runtime is None:
-            raise RuntimeError("this copy of the model is closed; make another")
+            _refuse_closed()
         for unit in gather_each(runtime, runtime.units):
             for (module, attribute), *_ in _torch.places_in_unit(unit):
                 gathered = _torch.own_parameters(module)[attribute]
@@ -110,12 +113,13 @@ class GatheredCopy:
         self._runtime, self._twins, self._settings = None, {}, {}
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             tensor.data = tensor.new_empty(0)
+        self.module.register_forward_pre_hook(_refuse_closed)
 
     def _twin_of(self, module: nn.Module, attribute: str) -> torch.Tensor:
         twin = self._twins.get(module)
         parameter = None if twin is None else _torch.own_parameters(twin).get(attribute)
         if parameter is None:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"the model was given {attribute!r} of a {type(module).__name__} after its gathered copy was made: "
                 "make another copy"
             )
@@ -255,3 +259,7 @@ def settle(runtime: Runtime) -> None:
             runtime.begin()
         finally:
             runtime.leave()
+
+
+def _refuse_closed(*_: Any) -> NoReturn:
+    raise TrueShardRuntimeError("this copy of the model is closed; make another")

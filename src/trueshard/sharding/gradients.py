@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import all_reduce, device_of, gather_objects
+from trueshard.errors import TrueShardRuntimeError
 
 
 @torch.no_grad()
@@ -240,7 +241,7 @@ class Usage:
         numbers = [order[place] if place < len(order) else None for order in orders]
         unit = list(self._units)[next(number for number in numbers if number is not None)]
         name = self._units[unit][0][0] if self._units[unit] else "?"
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"ranks reduced gradients in different orders, the unit of {name!r} where others had another: this step's "
             "gradients are mixed up. Let every rank use the same units in backward (add 0 * output.sum() where one is "
             "skipped)"
@@ -255,7 +256,7 @@ class Usage:
         everyone: list[Any] = gather_objects(missing, self.mesh)
         name = next(name for name in sorted(set().union(*everyone)) if not all(name in names for names in everyone))
         without = [rank for rank, names in enumerate(everyone) if name in names]
-        raise RuntimeError(
+        raise TrueShardRuntimeError(
             f"{name!r} got a gradient on some ranks but not on ranks {without}, so this step's gradients are mixed up: "
             "let every rank use the same parameters (add 0 * module(x).sum() where one is skipped)"
         )

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import Axes
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.model import names
 from trueshard.model.names import Held
 from trueshard.model.registry import ShardedModel
@@ -209,7 +210,7 @@ class Runtime(ShardedModel):
         global gradient, always reduce.
         """
         if self.exact is not None and self.hooks.units and not requires_gradient_sync:
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 "exact=True: parameters have gradient hooks, which are called with the reduced gradient of each "
                 "microbatch, and those do not add up exactly; remove the hooks, or take one microbatch a rank"
             )
@@ -241,7 +242,7 @@ class Runtime(ShardedModel):
         if _torch.in_data_parallel():
             refuse_trainer("DistributedDataParallel")
         if _torch.refuses_transforms():
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 f"torch {torch.__version__} cannot gather parameters inside a transform of torch.func (jvp, vmap, …): "
                 "use torch.autograd.forward_ad, or torch 2.13 or newer"
             )
@@ -307,7 +308,7 @@ class Runtime(ShardedModel):
     def _refresh_trainable(self) -> None:
         """Let FSDP2 read ``requires_grad`` and dtypes again, which it does only once."""
         if self.sums.has_waiting():
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 "requires_grad or a dtype has changed while sums of earlier microbatches wait, which hold all that was "
                 "trained until then: change it between steps, drop them with zero_grad(), or use accumulate(…, "
                 'gradients="whole")'
@@ -317,7 +318,7 @@ class Runtime(ShardedModel):
             dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
             if len(dtypes) > 1:
                 shown = " and ".join(sorted(str(dtype) for dtype in dtypes))
-                raise RuntimeError(
+                raise TrueShardRuntimeError(
                     f"unit {unit.name or '(root)'!r} now has trainable parameters of {shown}, which FSDP2 cannot "
                     "reduce together: set requires_grad before shard(), so that they become units of their own"
                 )
@@ -417,7 +418,7 @@ class Runtime(ShardedModel):
 
     def _second_gradient(self, _: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise TrueShardRuntimeError(
                 "backward(create_graph=True) leaves gradients that have a graph themselves, and ranks cannot average "
                 "those: use torch.autograd.grad(outputs, inputs, create_graph=True), then backward() on what follows"
             )
@@ -474,7 +475,7 @@ class Runtime(ShardedModel):
 
 def refuse_trainer(what: str) -> NoReturn:
     """Raise RuntimeError: ``what`` was given a sharded model, and would train it as if it were whole."""
-    raise RuntimeError(
+    raise TrueShardRuntimeError(
         f"the model is sharded, so {what} cannot hold it: give the unsharded model to "
         "trueshard.integrations.accelerate.Accelerator, or to a Trainer under "
         "trueshard.integrations.transformers.ShardedTrainer; or train it in a loop of your own, or by trueshard.Trainer"

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.distributed import is_simulated
+from trueshard.errors import TrueShardRuntimeError
 from trueshard.sharding.stall_watch import time_limit, user_line
 
 _PAUSES = 0.0005, 0.05
@@ -66,7 +67,7 @@ def meet(text: str, mesh: DeviceMesh, dims: Collection[int], message: Callable[[
     first = store.compare_set(f"{here}/text", "", text).decode()
     if first != text:
         store.set(done, f"rank {mine} does something else: {text}")
-        raise RuntimeError(message(f"others do something else: {first}"))
+        raise TrueShardRuntimeError(message(f"others do something else: {first}"))
     if store.add(f"{here}/count", 1) == len(ranks):
         store.set(done, "all")
         for name in ("text", "count", "done"):  # whoever is here has left the meeting before it
@@ -76,9 +77,9 @@ def meet(text: str, mesh: DeviceMesh, dims: Collection[int], message: Callable[[
     while not store.check([done]):
         if time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([f"{here}/{rank}"])]
-            raise RuntimeError(message(f"ranks {missing} have not come"))
+            raise TrueShardRuntimeError(message(f"ranks {missing} have not come"))
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
     if (problem := store.get(done).decode()) != "all":
-        raise RuntimeError(message(problem))
+        raise TrueShardRuntimeError(message(problem))
     store.delete_key(f"{places[1]}/{mine}")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trueshard.distributed import all_reduce, device_of
+from trueshard.errors import TrueShardTypeError, TrueShardValueError
 from trueshard.model import names
 from trueshard.optim.shards import widest_float
 from trueshard.sharding.exact import ExactSums
@@ -57,9 +58,9 @@ class TokenMean:
         """
         if not isinstance(loss_sum, torch.Tensor) or not loss_sum.is_floating_point():
             kind = loss_sum.dtype if isinstance(loss_sum, torch.Tensor) else type(loss_sum).__name__
-            raise TypeError(f"loss_sum must be a floating-point tensor, not {kind}")
+            raise TrueShardTypeError(f"loss_sum must be a floating-point tensor, not {kind}")
         if loss_sum.ndim:
-            raise ValueError(
+            raise TrueShardValueError(
                 f"loss_sum has shape {tuple(loss_sum.shape)}, but must be one number: the sum over the microbatch's "
                 'target tokens, as cross_entropy(..., reduction="sum") gives'
             )
@@ -112,7 +113,7 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
     """
     runtime = runtime_of(names.unwrap(model))
     if runtime is None and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
+        raise TrueShardValueError(
             f"this {type(model).__name__} is not sharded, so the ranks of its batch are not known; call "
             "trueshard.shard(model, ...) first"
         )
@@ -128,23 +129,27 @@ def token_mean(model: nn.Module, tokens: int | torch.Tensor) -> TokenMean:
     if error is not None:
         raise error
     if errors:
-        raise ValueError(f"tokens is not a number of tokens on {errors} other rank{'s' if errors > 1 else ''}")
+        raise TrueShardValueError(f"tokens is not a number of tokens on {errors} other rank{'s' if errors > 1 else ''}")
     if total == 0:
-        raise ValueError("no rank has a target token in this step, so there is no mean; skip the step, on every rank")
+        raise TrueShardValueError(
+            "no rank has a target token in this step, so there is no mean; skip the step, on every rank"
+        )
     return TokenMean(total, 1 if mesh is None else mesh.size(), mesh, None if runtime is None else runtime.exact)
 
 
 def _count(tokens: int | torch.Tensor) -> int:
     if isinstance(tokens, torch.Tensor) and (isinstance(tokens, DTensor) or tokens.numel() != 1):
-        raise ValueError(f"tokens must be one number, this rank's own, not a tensor of shape {tuple(tokens.shape)}")
+        raise TrueShardValueError(
+            f"tokens must be one number, this rank's own, not a tensor of shape {tuple(tokens.shape)}"
+        )
     try:
         if isinstance(tokens, bool) or (isinstance(tokens, torch.Tensor) and tokens.dtype == torch.bool):
             raise TypeError
         count = operator.index(tokens)
     except TypeError:
-        raise TypeError(f"tokens must be an integer, the number of target tokens, not {tokens!r}") from None
+        raise TrueShardTypeError(f"tokens must be an integer, the number of target tokens, not {tokens!r}") from None
     if count < 0:
-        raise ValueError(f"tokens is {count}, but a number of tokens is not negative")
+        raise TrueShardValueError(f"tokens is {count}, but a number of tokens is not negative")
     return count
 
 
@@ -165,7 +170,7 @@ def count_targets(labels: torch.Tensor, ignore_index: int = -100, *, shifted: bo
         ValueError: ``labels`` have no dimension.
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, not {labels.dtype}")
+        raise TrueShardTypeError(f"labels must be integers, not {labels.dtype}")
     if labels.ndim == 0:
-        raise ValueError("labels must be [..., length], not 0-dim")
+        raise TrueShardValueError("labels must be [..., length], not 0-dim")
     return (labels[..., 1:] if shifted else labels).ne(ignore_index).sum()
