@@ -109,11 +109,11 @@ class TrueShardRuntimeError(TrueShardError, RuntimeError):
 
 
 class TrueShardTypeError(TrueShardError, TypeError):
-    """As ``TrueShardRuntimeError``."""
+    """Raised where ``TrueShardRuntimeError`` is, for a wrong argument."""
 
 
 class TrueShardValueError(TrueShardError, ValueError):
-    """As ``TrueShardRuntimeError``."""
+    """Raised where ``TrueShardRuntimeError`` is, for a wrong argument."""
 
 
 def _own(kind: type[Exception]) -> Callable[..., TrueShardError]:
