@@ -107,8 +107,8 @@ class Accelerator(accelerate.Accelerator):
                 "start with torchrun or accelerate launch, whose environment accelerate reads"
             )
         self._lay_out(parallelism or self.parallelism_config)
-        self.register_save_state_pre_hook(self._save_sharded)
-        self.register_load_state_pre_hook(self._load_sharded)
+        self._saves = self.register_save_state_pre_hook(self._save_sharded).id
+        self._loads = self.register_load_state_pre_hook(self._load_sharded).id
 
     def _lay_out(self, given: ParallelismConfig | None) -> None:
         """Let ``shard()`` and accelerate's loaders divide ranks alike, whichever of both was told how."""
@@ -268,6 +268,8 @@ class Accelerator(accelerate.Accelerator):
     def _optimizers_aside(self) -> Iterator[None]:
         self._aside = optimizers = self._optimizers
         self._optimizers = []
+        self._save_model_state_pre_hook.move_to_end(self._saves)  # the user's see what ours takes out of their lists
+        self._load_model_state_pre_hook.move_to_end(self._loads)
         try:
             yield
         finally:
@@ -285,8 +287,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
         self._step = None
-        if models:
-            found = load(Path(folder, FOLDER), **self._content(models), rng=False)
+        if self._models:
+            found = load(Path(folder, FOLDER), **self._content(self._models), rng=False)
             self._step = found["accelerate"]["step"]
         models.clear()
 

@@ -1,0 +1,62 @@
+"""Which tests of which library: those about training, accumulation, resuming, evaluation, saving and best models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Test files of one library."""
+
+    library: str
+    """Its distribution, by whose name its sources lie in the folder of sources."""
+    repository: str
+    """On GitHub; its tags are ``v`` and the version."""
+    root: str
+    """Folder in its sources where pytest starts."""
+    files: tuple[str, ...]
+    skipped: str = ""
+    """Expression of pytest's ``-k`` for tests that are left out."""
+
+
+SUITES = (
+    Suite(
+        "transformers",
+        "huggingface/transformers",
+        ".",
+        (
+            "tests/trainer/test_trainer.py",
+            "tests/trainer/test_trainer_checkpointing.py",
+            "tests/trainer/test_trainer_evaluation.py",
+            "tests/trainer/test_trainer_optimizers.py",
+        ),
+        "not compile and not JIT and not Greedy",
+    ),
+    Suite(
+        "accelerate",
+        "huggingface/accelerate",
+        ".",
+        (
+            "tests/test_accelerator.py",
+            "tests/test_state_checkpointing.py",
+            "tests/test_optimizer.py",
+        ),
+        "not compile",
+    ),
+    Suite("trl", "huggingface/trl", ".", ("tests/test_sft_trainer.py", "tests/test_dpo_trainer.py")),
+    Suite(
+        "lightning",
+        "Lightning-AI/pytorch-lightning",
+        "tests",
+        (
+            "tests_pytorch/checkpointing/test_model_checkpoint.py",
+            "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+            "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+            "tests_pytorch/trainer/optimization",
+            "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
+            "tests_pytorch/loops/test_training_loop.py",
+            "tests_pytorch/trainer/flags/test_val_check_interval.py",
+        ),
+    ),
+)
