@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 APART := torchao==0.18.0 timm==1.0.31 torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 \
 	torchdata==0.11.0 tyro==1.0.17 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
+PEERS_TESTED := lightning==2.6.6 parameterized==0.9.0 jsonargparse==4.53.0 cloudpickle==3.1.2
 BIN := .venv/bin
 READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
@@ -14,7 +15,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -
 # Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions cuda cuda-build gpu clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions cuda cuda-build gpu peers clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -61,6 +62,20 @@ vllm: $(READY)
 # Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:
 	$(PYTHON) tests/versions.py
+
+# Other trainers' own tests with TrueShard under them: docs/peers.md. PEERS_SOURCES: a folder of their sources, which are
+# cloned if it is not given; PEERS: which of them.
+peers: build/peers/.ready
+	build/peers/bin/python -m benchmarks.suites $(PEERS) $(if $(PEERS_SOURCES),--sources $(PEERS_SOURCES)) \
+		--markdown docs/peers.md
+
+# Sees what is in .venv, and has what these tests import beside it.
+build/peers/.ready: $(READY)
+	$(PYTHON) -m venv build/peers
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trueshard_peers.pth
+	build/peers/bin/python -m pip install --disable-pip-version-check --no-deps $(PEERS_TESTED)
+	touch $@
 
 # What only a CUDA device runs, on one that is emulated on the CPU: docs/emulated-cuda.md.
 cuda: cuda-build

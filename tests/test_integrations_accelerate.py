@@ -123,6 +123,21 @@ def test_state_is_saved_and_loaded_at_another_number_of_ranks(
             assert_same((weights, norms, count), (expected[0], expected[1][4:], expected[3]), rtol=1e-4, atol=1e-6)
 
 
+@on_ranks(2)
+def test_hooks_of_the_user_see_the_models(rank: int, world_size: int, tmp_path: Path) -> None:
+    here, model, seen = accelerator(rank, world_size), build(), []
+    model, _ = here.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    here.register_save_state_pre_hook(lambda models, weights, folder: seen.append((list(models), weights.pop())))
+    here.register_load_state_pre_hook(lambda models, folder: seen.append(models.pop()))
+    nn.init.constant_(model.last.bias, 3.0)
+    here.save_state(str(tmp_path / "state"))
+    nn.init.constant_(model.last.bias, 7.0)
+    here.load_state(str(tmp_path / "state"))
+    assert model.last.bias.full_tensor().eq(3.0).all()
+    assert seen[0][0] == [model]
+    assert seen[1] is model
+
+
 @pytest.mark.rest
 @on_ranks(1, 2)
 def test_automatic_names_and_a_limit_of_checkpoints(rank: int, world_size: int, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -120,6 +121,8 @@ def pytest_configure(config: Any) -> None:
         share_folders()
         if this.suite != "lightning":
             see_cpus()
+        else:
+            leave_threads()
         if this.suite == "accelerate":
             wait_after_saving()
 
@@ -143,6 +146,12 @@ def share_folders() -> None:
     tempfile.mkdtemp = mkdtemp
     uuid.uuid4 = lambda: uuid.UUID(int=random.getrandbits(128), version=4)  # of which tests make names of folders
     tempfile.TemporaryDirectory.cleanup = cleanup  # type: ignore[method-assign]
+
+
+def leave_threads() -> None:
+    """Hide TrueShard's daemon that watches for stalls from Lightning's own check for threads that a test leaves."""
+    every = threading.enumerate
+    threading.enumerate = lambda: [thread for thread in every() if thread.name != "trueshard-waiting"]
 
 
 def see_cpus() -> None:
@@ -187,7 +196,7 @@ def _called_by_test() -> bool:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    yield Path(this.folder_of("tmp"))
+    return Path(this.folder_of("tmp"))
 
 
 @pytest.fixture

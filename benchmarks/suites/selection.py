@@ -44,19 +44,18 @@ SUITES = (
         ),
         "not compile",
     ),
-    Suite("trl", "huggingface/trl", ".", ("tests/test_sft_trainer.py", "tests/test_dpo_trainer.py")),
     Suite(
         "lightning",
         "Lightning-AI/pytorch-lightning",
         "tests",
         (
-            "tests_pytorch/checkpointing/test_model_checkpoint.py",
             "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
             "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
-            "tests_pytorch/trainer/optimization",
+            "tests_pytorch/trainer/optimization/test_backward_calls.py",
+            "tests_pytorch/trainer/optimization/test_manual_optimization.py",
+            "tests_pytorch/trainer/optimization/test_multiple_optimizers.py",
+            "tests_pytorch/trainer/optimization/test_optimizers.py",
             "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
-            "tests_pytorch/loops/test_training_loop.py",
-            "tests_pytorch/trainer/flags/test_val_check_interval.py",
         ),
     ),
 )

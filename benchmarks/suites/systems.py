@@ -22,7 +22,7 @@ def put_under(system: str, library: str) -> None:
     if system == "fsdp2":
         _accelerate_fsdp2()
     elif system == "ours":
-        {"accelerate": _accelerate_ours, "transformers": _transformers_ours, "trl": _trl_ours}[library]()
+        {"accelerate": _accelerate_ours, "transformers": _transformers_ours}[library]()
 
 
 def _stand_in() -> None:
@@ -76,16 +76,6 @@ def _transformers_ours() -> None:
     transformers.trainer.Trainer = transformers.Trainer = made
 
 
-def _trl_ours() -> None:
-    import trl
-
-    from trueshard.integrations.transformers import ShardedTrainer
-
-    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
-        plain = getattr(trl, name)
-        setattr(trl, name, type(name, (ShardedTrainer, plain), {"__module__": plain.__module__}))
-
-
 # Lightning
 
 
@@ -119,8 +109,10 @@ def _under_lightning(system: str) -> None:
 
 def _configure_by_hand(module: Any) -> None:
     """``ModelParallelStrategy`` leaves it to the module's ``configure_model`` to call ``fully_shard``."""
+    import lightning.pytorch.strategies.model_parallel as strategy
     from torch.distributed.fsdp import fully_shard
 
+    strategy.is_overridden = lambda *_, **__: True  # it looks for a module's own
     configure = module.configure_model
 
     def configure_model(self: Any) -> None:

@@ -161,7 +161,8 @@ class TrueShardStrategy(ShardsModules, Base):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"] or ()  # a strategy may write none
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             optimizer.load_state_dict(state)
 
 
