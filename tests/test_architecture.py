@@ -130,6 +130,7 @@ OF_OTHERS = {
 }
 OF_OTHERS |= {"_gradient_checkpointing_func", "_attn_implementation", "_experts_implementation"}
 OF_OTHERS |= {"_can_record_outputs", "_CAN_RECORD_REGISTRY", "_is_accelerate_prepared"}
+OF_OTHERS |= {"_load_model_state_pre_hook", "_save_model_state_pre_hook"}  # of accelerate's Accelerator
 
 OF_OTHERS |= {"_compiler_ctx", "_device", "_layer_sync"}  # of Lightning's modules and strategies
 
