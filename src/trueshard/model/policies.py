@@ -158,9 +158,10 @@ def _by_unit(option: str, units: Sequence[Unit], words: Any, rest: str) -> list[
     if not isinstance(words, Mapping):
         return [words] * len(units)
     chosen: list[Any] = [rest] * len(units)
+    called = [(unit.name, *unit.modules) for unit in units]
     for pattern, word in words.items():
-        called = [(unit.name, *unit.modules) for unit in units]
-        hits = [i for i, aliases in enumerate(called) if names.matching(pattern, aliases)]
+        matched = set(names.matching(pattern, (alias for aliases in called for alias in aliases)))
+        hits = [i for i, aliases in enumerate(called) if not matched.isdisjoint(aliases)]
         if not hits:
             near = nearest(pattern, [unit.name for unit in units])
             shown = ", ".join(repr(unit.name) for unit in units[:8])

@@ -445,6 +445,7 @@ def _begin(functions: Mapping[str, Callable[..., Any]]) -> None:
     global _functions
     _functions = functions
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that waits
+    torch.set_num_threads(1)  # each has a core: of two threads on small tensors, one waits and takes the others' time
     end_with_parent()  # which a pool by itself would not notice
 
 

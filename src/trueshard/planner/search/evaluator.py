@@ -67,8 +67,7 @@ class Simulations:
         return self.workers.start("probe", _sendable(short), cluster, mode)
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
-        tasks = [self.workers.start("run", _sendable(short)) for short in shorts]
-        return [task() for task in tasks]
+        return [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
@@ -315,8 +314,7 @@ class Evaluator:
         return layout.seconds(planned, most), layout.live_bytes(planned, most)
 
     def _layout_of(self, setting: Setting) -> Layout:
-        cluster = self.space.cluster(setting.replicate)
-        return Layout(cluster, setting.accumulation, self._mode, setting.offload == "cpu")
+        return Layout(self.space.cluster(setting.replicate), setting.accumulation, self._mode, setting.offload == "cpu")
 
     def expected(self, candidate: Candidate) -> Expected:
         """Return a candidate's figures: studied, or predicted and corrected by what studies of its setting told."""
