@@ -15,7 +15,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -
 # Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm versions cuda cuda-build gpu peers clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm ray verl versions cuda cuda-build gpu peers clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -58,6 +58,11 @@ tables: $(READY)
 # Not part of `make test-all`: it makes an environment of 3 GB with vLLM for processors, and tests the engine on it.
 vllm: $(READY)
 	TRUESHARD_VLLM=build/vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest tests/test_rl_vllm_server.py
+
+# Nor these: each adds packages to .venv in an environment of its own, and tests what needs them.
+ray verl: $(READY)
+	$(BIN)/python tests/added_environment.py $@
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest tests/test_integrations_$@.py
 
 # Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:

@@ -118,6 +118,7 @@ def test_private_modules_of_torch_are_imported_in_one_package() -> None:
 
 #: Private names that are not torch's: Python's own, and what transformers and accelerate put on models.
 OF_OTHERS = {
+    "_build_model_optimizer",  # of verl's engine, which its subclasses call
     "_exit",
     "_getframe",
     "_current_frames",
