@@ -143,6 +143,19 @@ def test_errors_of_the_users_code_stay_as_they_are(rank: int, ranks: int) -> Non
     assert type(caught.value) is ValueError
 
 
+@on_ranks(2)
+def test_warnings_point_at_the_users_line(rank: int, ranks: int) -> None:
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match="normalises") as seen:
+        shard(made, units=["1"])
+    made[1].weight.requires_grad_()
+    with pytest.warns(UserWarning, match="read outside its forward") as read:
+        (made(torch.ones(2, 4)) + made[1].weight.sum()).sum().backward()
+    with pytest.warns(UserWarning, match="used up") as used:
+        trueshard.clip_grad_norm_(iter(()), 1.0)
+    assert {warning.filename for warning in [*seen, *read, *used]} == {__file__}
+
+
 #: Not of a public function with this border: raised in a step or by a plan's own methods, or caught inside.
 ELSEWHERE = {"AssertionError", "KeyError", "OverflowError", "Refused"}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trueshard
 from cases import on_ranks
 from parity import Ranks, assert_same
+from running import environment
 from stepping import build
 from trainers import BATCH, STEPS, language_model, launched, tokens, whole_weights
 from trueshard.sharding.hooks import runtime_of
@@ -358,3 +361,41 @@ def test_data_parallel_around_and_inside_is_refused(rank: int, world_size: int) 
         around(torch.ones(2, 6))
     with pytest.raises(RuntimeError, match=r"trueshard\.integrations"):
         replicas(model)
+
+
+LAUNCHED = """
+import torch
+from trueshard.integrations.accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(rows, batch_size=12 // accelerator.num_processes)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+weights = accelerator.get_state_dict(model)
+accelerator.print(accelerator.num_processes, *(f"{value.sum().item():.5f}" for value in weights.values()))
+"""
+
+
+@pytest.mark.rest
+def test_accelerate_launch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+
+    def ran(*launcher: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *launcher, str(script)]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=2", "--main_process_port=0")
+    alone, launched = (done.stdout.split() for done in (ran(), ran(*launch, "--multi_gpu")))
+    assert alone[0] == "1"
+    assert launched == ["2", *alone[1:]]
+    refused = ran(*launch, "--use_fsdp")
+    assert refused.returncode
+    assert "ACCELERATE_USE_FSDP: TrueShard shards in its place" in refused.stderr

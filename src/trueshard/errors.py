@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import errno
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -79,6 +81,15 @@ def with_extra() -> Iterator[None]:
         if (line := extra_line(error)) is None or str(error) == line:
             raise
         raise ModuleNotFoundError(line, name=error.name, path=error.path) from error
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's code by which this came about: that below all frames of TrueShard and torch."""
+    between = (_HERE, contextlib.__file__, *getattr(sys.modules.get("torch"), "__path__", ()))
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class RankFailed(TrueShardError, RuntimeError):

@@ -14,11 +14,11 @@ import inspect
 import pkgutil
 import re
 import types
-import warnings
 from typing import Any
 
 import torch
 
+from trueshard.errors import warn_user
 from trueshard.machine import TESTED_TORCH
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -71,7 +71,7 @@ def check_torch() -> None:
     words = [f"torch {torch.__version__} is newer than what is tested ({oldest} to {newest})"] if newer else []
     words += [f"steps take longer, since torch has no {', '.join(sorted(slower))}"] if slower else []
     if words:
-        warnings.warn("; ".join(words), stacklevel=4)
+        warn_user("; ".join(words))
 
 
 @functools.cache

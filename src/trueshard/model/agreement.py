@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.distributed import device_of, gather_objects, gather_parts, is_simulated
-from trueshard.errors import RankFailed
+from trueshard.errors import RankFailed, warn_user
 from trueshard.model.intent import Intent
 
 _WIDTH = 1024
@@ -93,13 +92,12 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     return [name for name, _ in real if name in differing_names]
 
 
-def warn_of_differing(what: str, differing: Sequence[str], made: str, *, stacklevel: int) -> None:
+def warn_of_differing(what: str, differing: Sequence[str], made: str) -> None:
     """Warn that the tensors ``differing`` had other values on other ranks; ``made``: before what to seed alike."""
     shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
-    warnings.warn(
+    warn_user(
         f"{len(differing)} {what} differed between ranks and now have rank 0's values: {shown}. "
-        f"Seed every rank alike before making {made} to silence this.",
-        stacklevel=stacklevel,
+        f"Seed every rank alike before making {made} to silence this."
     )
 
 

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import math
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
 from trueshard.distributed import device_of, gather_parts
-from trueshard.errors import TrueShardRuntimeError, TrueShardValueError, own_errors
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError, own_errors, warn_user
 from trueshard.model import names
 from trueshard.optim import exact
 from trueshard.optim.shards import (
@@ -87,7 +86,7 @@ def clip_grad_norm_(
         parameters = [parameters]
     members = list(parameters)
     if not members and isinstance(parameters, types.GeneratorType):
-        warnings.warn("the generator of parameters is empty (used up?), so no gradient is clipped", stacklevel=3)
+        warn_user("the generator of parameters is empty (used up?), so no gradient is clipped")
     grads = [grad for parameter in members if (grad := parameter.grad) is not None]
     if not grads and over is None:
         return torch.tensor(0.0)

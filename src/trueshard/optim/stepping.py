@@ -30,7 +30,6 @@ import contextlib
 import enum
 import functools
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trueshard import _torch
 from trueshard.distributed import all_reduce, device_of, gather_objects
-from trueshard.errors import TrueShardRuntimeError, own_errors
+from trueshard.errors import TrueShardRuntimeError, own_errors, warn_user
 from trueshard.model import registry
 from trueshard.model.regions import has_whole_rows
 from trueshard.optim.classify import Verdict, classify
@@ -323,10 +322,9 @@ class Stepping:
     def _check_random(self, optimizer: torch.optim.Optimizer) -> None:
         if self._watches_random and self._random != _generators():
             self._watches_random = False
-            warnings.warn(
+            warn_user(
                 f"{type(optimizer).__name__} drew random numbers in this step, which it did not when it was tried: "
-                "ranks draw their own, so from here on training depends on the number of ranks",
-                stacklevel=5,
+                "ranks draw their own, so from here on training depends on the number of ranks"
             )
 
     # Parameters with an owner

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch
-from trueshard.errors import TrueShardValueError
+from trueshard.errors import TrueShardValueError, warn_user
 from trueshard.parallel.collectives import sum_gradients, sum_parts
 from trueshard.plans import Plan
 
@@ -97,11 +96,10 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
             return _balancing_loss(add_up, *args, **kwargs)
         if not told:
             told.append(True)
-            warnings.warn(
+            warn_user(
                 f"{original.__module__}.{original.__qualname__} balances routers over the tokens of each rank by "
                 "themselves, which is not what one device computes: it is none of the forms that ranks can add up; "
-                "set output_router_logits=False",
-                stacklevel=2,
+                "set output_router_logits=False"
             )
         return original(*args, **kwargs)
 

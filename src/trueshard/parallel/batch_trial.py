@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.errors import one_line
+from trueshard.errors import one_line, warn_user
 from trueshard.model import names
 from trueshard.model.names import Index
 from trueshard.parallel import balancing
@@ -121,12 +121,11 @@ class BatchTrial:
         shown = f"{'; '.join(faults[:4])}{f'; and {len(faults) - 4} more' * (len(faults) > 4)}"
         if not self.has_warned:
             self.has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(self.model).__name__} computes for a sample from the others of its batch: {shown}. Each rank "
                 "has a part of the batch, and computes this from its own samples, which is not what one device "
                 "computes: gather or add up over ranks what it is made of (torch.distributed.nn.functional.all_gather, "
-                'all_reduce), or leave it out. tensor={"trial": False} turns this check off',
-                stacklevel=2,
+                'all_reduce), or leave it out. tensor={"trial": False} turns this check off'
             )
         return f"{what}: samples depend on others of their batch: {shown}"
 

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trueshard import _torch
 from trueshard.distributed import Axes, is_simulated
-from trueshard.errors import TrueShardValueError
+from trueshard.errors import TrueShardValueError, warn_user
 from trueshard.model import experts
 from trueshard.model.names import Index
 from trueshard.parallel.collectives import exchange_rows, gather, own_part, scale_gradient
@@ -116,7 +115,7 @@ def _try(name: str, module: Any, ranks: int) -> str:
                 expected = tried(*tokens)
                 break
         else:
-            warnings.warn(f"experts={ranks}: {name!r} does not run in a trial, so it was not tried", stacklevel=2)
+            warn_user(f"experts={ranks}: {name!r} does not run in a trial, so it was not tried")
             return "not tried, since it does not run"
         order, experts_of = _by_expert(chosen)
         rows, back = tokens.hidden[order // chosen.shape[-1]], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import nn
 
 from trueshard import distributed
 from trueshard.distributed import Axes
-from trueshard.errors import own_errors
+from trueshard.errors import own_errors, warn_user
 from trueshard.model.names import nearest
 from trueshard.options import Options, Precision, Recomputation, Reshard
 from trueshard.planner import process
@@ -204,10 +203,9 @@ def plan_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], axes
     if isinstance(result, Exception):
         raise result
     if is_first:
-        warnings.warn(
+        warn_user(
             f"planned for {_job_text(result)}; for another batch make the plan with trueshard.plan(model, batch=...) "
-            "and give it to shard(plan=...); mixed_precision= changes the dtype",
-            stacklevel=4,
+            "and give it to shard(plan=...); mixed_precision= changes the dtype"
         )
     return result
 

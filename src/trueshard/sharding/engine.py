@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, distributed
 from trueshard._torch import ShardedModule
 from trueshard.axes import AXES
-from trueshard.errors import own_errors
+from trueshard.errors import own_errors, warn_user
 from trueshard.machine import garbage_collection_paused
 from trueshard.model import agreement, experts, intent, names, policies, registry
 from trueshard.model.intent import refuse
@@ -115,16 +114,12 @@ def _warn(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         if isinstance(module, _torch.BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
     ]
     if split:
-        warnings.warn(
+        warn_user(
             f"{split[0]!r} (and {len(split) - 1} more) normalises by the statistics of each rank's part of the batch, "
-            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()",
-            stacklevel=3,
+            "which is not what one device computes; use nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"
         )
     if len(plan.units) == 1:
-        warnings.warn(
-            "the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...",
-            stacklevel=3,
-        )
+        warn_user("the whole model is one unit, so each rank gathers all of it at once; name its blocks with units=...")
 
 
 def check_arguments(model: Any, optimizers: Any, how: Any) -> None:
@@ -198,7 +193,7 @@ def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: D
     }
     for kind, tensors in kinds.items():
         if differing := agreement.take_from_first_rank(tensors, mesh):
-            agreement.warn_of_differing(kind, differing, "the model", stacklevel=4)
+            agreement.warn_of_differing(kind, differing, "the model")
 
 
 @own_errors()

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.axes import OPTIONS
 from trueshard.distributed import all_reduce, device_of, is_simulated
-from trueshard.errors import TrueShardRuntimeError, TrueShardValueError
+from trueshard.errors import TrueShardRuntimeError, TrueShardValueError, warn_user
 from trueshard.model import names
 from trueshard.model.experts import by_grouped_products
 from trueshard.model.names import Index
@@ -110,10 +109,9 @@ def kernels(mesh: DeviceMesh) -> list[tuple[str, Any]]:
     if mesh.device_type == "cpu":
         return [("number of threads (torch.set_num_threads)", torch.get_num_threads())]
     if not torch.are_deterministic_algorithms_enabled() and not is_simulated(mesh):
-        warnings.warn(
+        warn_user(
             "exact=True: operations whose bits change from call to call are allowed; call "
-            "torch.use_deterministic_algorithms(True), so that they raise instead",
-            stacklevel=5,
+            "torch.use_deterministic_algorithms(True), so that they raise instead"
         )
     device = torch.get_device_module(mesh.device_type)
     return [("device", device.get_device_name() if hasattr(device, "get_device_name") else mesh.device_type)]

@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
@@ -42,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard._torch import ShardedModule
 from trueshard.distributed import Axes
-from trueshard.errors import TrueShardRuntimeError
+from trueshard.errors import TrueShardRuntimeError, warn_user
 from trueshard.model import names
 from trueshard.model.names import Held
 from trueshard.model.registry import ShardedModel
@@ -457,10 +456,9 @@ class Runtime(ShardedModel):
         number = self.homes[module]
         units = list(self.plan.units)
         if (policy := units[number].reshard_after_forward) is not False:
-            warnings.warn(
+            warn_user(
                 f"a parameter of unit {units[number].name!r} is read outside its forward, so the unit stays gathered "
-                f"from there to the end of backward, not reshard_after_forward={policy!r} as planned",
-                stacklevel=3,
+                f"from there to the end of backward, not reshard_after_forward={policy!r} as planned"
             )
             units[number] = dataclasses.replace(units[number], reshard_after_forward=False)
             self.plan = dataclasses.replace(self.plan, units=tuple(units))

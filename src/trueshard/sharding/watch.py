@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.axes import AXES
 from trueshard.distributed import all_reduce, device_of, gather_objects, gather_parts
-from trueshard.errors import ReplicasDiffer
+from trueshard.errors import ReplicasDiffer, warn_user
 from trueshard.model import agreement, names
 from trueshard.model.regions import replicated_dims
 from trueshard.optim.seeded_random import DRAWS
@@ -187,7 +186,7 @@ class Watch:
                 continue
             if (one.kind, one.name) not in self._warned:
                 self._warned.add((one.kind, one.name))
-                warnings.warn(f"{one.kind} {one.name!r} {words}", stacklevel=7)
+                warn_user(f"{one.kind} {one.name!r} {words}")
         if wrong:
             shown = "; ".join(
                 f"the {one.kind} {one.name!r} along axis {one.axis} (ranks {', '.join(map(str, one.ranks))})"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -30,6 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from trueshard import _torch
+from trueshard.errors import warn_user
 from trueshard.model import names
 from trueshard.parallel.collectives import sum_parts
 from trueshard.parallel.tensor import is_shared
@@ -174,7 +174,7 @@ class HeadRows:
         """Hold the whole logits in every later step, and warn why."""
         self.whole_logits = self._is_tried = True
         if not dist.is_initialized() or dist.get_rank() == 0:
-            warnings.warn(f"{why}, so the loss is computed from all logits at once", stacklevel=3)
+            warn_user(f"{why}, so the loss is computed from all logits at once")
 
 
 # Cross entropy at the head of a model

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import queue
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard.checkpoint.state import random_state, set_random_state
-from trueshard.errors import UserError
+from trueshard.errors import UserError, warn_user
 from trueshard.train.data.batches import Batch, Collate, Item, Mixture, Sample, Samples, Stream, batched
 
 PATIENCE = 2.0
@@ -253,10 +252,9 @@ class EndlessLoader:
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if "begun" not in state or len(state["begun"]) != ranks:
             if not rank:
-                warnings.warn(
+                warn_user(
                     "the loader cannot say where it stood with another number of ranks, and is begun anew; give it "
-                    "state_dict and load_state_dict",
-                    stacklevel=2,
+                    "state_dict and load_state_dict"
                 )
             return
         here = random_state()

@@ -26,7 +26,7 @@ from trueshard import _torch
 from trueshard.checkpoint.format import MANIFEST, check_name
 from trueshard.checkpoint.layout import adapted_keys
 from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_unwritten
-from trueshard.errors import UserError, explained, one_line, with_kind
+from trueshard.errors import UserError, explained, one_line, warn_user, with_kind
 from trueshard.model import names
 from trueshard.model.experts import KIND, by_grouped_products
 from trueshard.model.units import choose_units
@@ -175,10 +175,9 @@ def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, che
     if not count:
         raise UserError(f'model.quantize: {type(base).__name__} has no linear layer to quantise; set it to "none"')
     if checking and count < 0.5 * total and _is_first():
-        warnings.warn(
+        warn_user(
             f"model.quantize reaches {count / total:.0%} of the weights of {type(base).__name__}: the head, and what "
-            "is in no linear layer (embeddings, experts that are held together), stays as it is",
-            stacklevel=2,
+            "is in no linear layer (embeddings, experts that are held together), stays as it is"
         )
 
 
@@ -358,7 +357,7 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         )
     if (unused := result.unexpected) and _is_first():
         kind = _torch.own_class(root).__name__
-        warnings.warn(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}", stacklevel=2)
+        warn_user(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}")
     return True
 
 

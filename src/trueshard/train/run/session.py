@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from trueshard.axes import sizes_of
 from trueshard.checkpoint.hashing import ReplicasDiffer, check_replicas, state_hash
 from trueshard.checkpoint.state import seed_all
 from trueshard.distributed import device_of, replicated_mesh
-from trueshard.errors import UserError, one_line, written_to
+from trueshard.errors import UserError, one_line, warn_user, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
@@ -237,10 +236,9 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
     """Call `trueshard.shard()` with the words of `[shard]`. Collective. Raise `UserError` for what it refuses."""
     mesh = None
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        warnings.warn(
+        warn_user(
             "output_router_logits=True: the losses of a run have no term that balances routers, so the routers' own "
-            "loss is computed and left out; set it to False",
-            stacklevel=2,
+            "loss is computed and left out; set it to False"
         )
     try:
         section.readers(dist.get_world_size() if dist.is_initialized() else 1)
