@@ -133,6 +133,16 @@ def test_passes_that_are_refused(rank: int, ranks: int) -> None:
     assert isinstance(caught.value, TrueShardError)
 
 
+@on_ranks(3)
+def test_ranks_of_which_some_have_values(rank: int, ranks: int) -> None:
+    with torch.device("meta" if rank == 1 else "cpu"):
+        made = model()
+    with pytest.raises(ValueError, match=r"different models.*on the meta device.*0\.weight") as caught:
+        shard(made)
+    assert isinstance(caught.value, TrueShardError)
+    assert made[0].weight.is_meta == (rank == 1)
+
+
 @on_ranks(1)
 def test_errors_of_the_users_code_stay_as_they_are(rank: int, ranks: int) -> None:
     def units(name: str, module: nn.Module) -> bool:

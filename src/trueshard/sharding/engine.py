@@ -73,6 +73,9 @@ def shard(
         facts += [(f"unit {unit.name!r}", unit) for unit in resolved.units]
         facts += exact.kernels(axes.data) if resolved.exact else []
         facts += [(f"optimizer {i}'s way to step", manner(groups)) for i, groups in enumerate(verdicts)]
+        # What has values is compared below, so all ranks have them, or none.
+        without = [held.name for held in (*index.parameters, *index.buffers) if held.tensor.is_meta]
+        facts += [(f"{len(without)} tensors on the meta device", without[:3])]
         agreement.agree_on_structure(before, facts, mesh)
         with agreement.together(mesh):
             resolved = dataclasses.replace(resolved, tried=())  # a plan that was given may say what another run tried
