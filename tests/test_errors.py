@@ -158,12 +158,9 @@ def test_warnings_point_at_the_users_line(rank: int, ranks: int) -> None:
     made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.warns(UserWarning, match="normalises") as seen:
         shard(made, units=["1"])
-    made[1].weight.requires_grad_()
-    with pytest.warns(UserWarning, match="read outside its forward") as read:
-        (made(torch.ones(2, 4)) + made[1].weight.sum()).sum().backward()
     with pytest.warns(UserWarning, match="used up") as used:
         trueshard.clip_grad_norm_(iter(()), 1.0)
-    assert {warning.filename for warning in [*seen, *read, *used]} == {__file__}
+    assert {warning.filename for warning in [*seen, *used]} == {__file__}
 
 
 #: Not of a public function with this border: raised in a step or by a plan's own methods, or caught inside.
@@ -172,7 +169,7 @@ ELSEWHERE = {"AssertionError", "KeyError", "OverflowError", "Refused"}
 
 def test_each_kind_that_is_raised_below_the_public_functions_can_have_the_base() -> None:
     public = {name for name in trueshard.__all__ if isinstance(getattr(trueshard, name), type)}
-    kinds = {kind.__name__ for kind in [*errors._OWN, *errors._OWN.values()]}
+    kinds = {kind.__qualname__ for kind in [*errors._OWN, *errors._OWN.values()]}
     known = kinds | public | {"DeviceError", "RankFailed"} | ELSEWHERE
     rooms = ("api.py", "options.py", "plans.py", "distributed.py", "model", "sharding", "optim", "checkpoint")
     files = [file for room in rooms for file in ([SOURCE / room] if "." in room else (SOURCE / room).rglob("*.py"))]

@@ -141,6 +141,8 @@ _OWN: dict[type[Exception], Callable[..., TrueShardError]] = {
     **{kind: _own(kind) for kind in (OSError, FileExistsError, FileNotFoundError, NotADirectoryError)},
 }
 """Kind that is raised inside of TrueShard → the same as a ``TrueShardError``."""
+for _kind, _class in _OWN.items():
+    _class.__name__ = _kind.__name__  # what messages between ranks call it
 
 
 @contextlib.contextmanager
