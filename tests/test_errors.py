@@ -159,7 +159,7 @@ def test_warnings_point_at_the_users_line(rank: int, ranks: int) -> None:
     with pytest.warns(UserWarning, match="normalises") as seen:
         shard(made, units=["1"])
     with pytest.warns(UserWarning, match="used up") as used:
-        trueshard.clip_grad_norm_(iter(()), 1.0)
+        trueshard.clip_grad_norm_((parameter for parameter in ()), 1.0)
     assert {warning.filename for warning in [*seen, *used]} == {__file__}
 
 
