@@ -60,8 +60,9 @@ def page(results: Mapping[str, Any]) -> str:
 _TAIL = """\
 What does not run here is skipped by the test itself (a GPU, another package) or needs the hub. Lightning's FSDP2 is its
 `ModelParallelStrategy`, with `fully_shard` of each child in `configure_model`. Accelerate's plugin runs DDP on CPUs, so
-it is told that they are another device. FSDP2 refuses parameters without a dimension, which most of transformers' tests
-train. For a check by Lightning that no thread is left, TrueShard's daemon that watches for stalls is hidden.
+it is told that they are another device. Most of transformers' tests train toy models of two numbers: its wrapping by
+transformer blocks asks them for `get_input_embeddings`, and some have parameters without a dimension, which FSDP2
+refuses. For a check by Lightning that no thread is left, TrueShard's daemon that watches for stalls is hidden.
 
 ## What fails with TrueShard
 
