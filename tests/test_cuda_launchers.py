@@ -104,3 +104,39 @@ def test_a_rank_that_does_not_come_is_named_though_collectives_return_at_once(tm
     assert "rank 1 hangs.py:" in line
     assert "(slowest)" in line
     assert "rank 0 in " in line
+
+
+STUCK = """
+rank = int(os.environ["RANK"])
+for step in range(3):
+    loss = model(torch.ones(2, 8, device="cuda")).sum()
+    loss.backward()
+    optimizer.step()
+    if step == 2:
+        torch.cuda._sleep(9_000_000_000)  # longer than the time limit
+    loss.item()
+"""
+
+
+@pytest.mark.rest
+def test_a_device_that_does_not_end_its_work_is_told_with_the_files_of_the_flight_recorder(tmp_path: Path) -> None:
+    """All ranks stand at the same place, as after a hung kernel: said once, shortly before the time limit."""
+    begin, shards, end = TRAINS.partition("trueshard.shard(model, optimizer)\n")
+    limited = """
+from datetime import timedelta
+from trueshard.sharding import stall_watch
+stall_watch.PATIENCE = 1.5
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=7))
+"""
+    script = written(tmp_path, "stuck.py", begin.replace("model =", limited + "model =") + shards + end + STUCK)
+    variables = {"XDG_CACHE_HOME": str(tmp_path)}
+    done = run([script], devices=2, processes=2, variables=variables)
+    assert done.code == 0, done.output
+    (line,) = {line for line in done.output.splitlines() if "ranks have waited" in line}
+    place = script.rsplit("/", 1)[1] + f":{Path(script).read_text().splitlines().index('    loss.item()') + 1}"
+    assert f"ranks 0-1 in work that the device has not ended, {place}; the time limit of 7 s ends this run" in line
+    assert f"NCCL leaves the last collectives of each rank in {tmp_path}/torch/comm_lib_trace_rank_*" in line
+    off = run([script], devices=2, processes=2, variables=variables | {"TORCH_FR_BUFFER_SIZE": "0"})
+    assert "ends this run" in off.output
+    assert "torchfrtrace" not in off.output

@@ -18,8 +18,9 @@ from benchmarks.gpu.session import ROOT, Outcome, Session, last_line
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 _8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
 _MORE = {"num_key_value_heads": 8, "vocab_size": 128256}
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+_SMALL |= {"vocab_size": 256}
 REHEARSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "1B on 8 ranks": (_1B, ["--ranks", "8", "--sequence", "2048", "--microbatch", "4"]),
     "8B on 8 ranks": (_8B, ["--ranks", "8", "--sequence", "8192", "--activation-checkpointing", "selective"]),
@@ -29,6 +30,14 @@ REHEARSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }
 """Name → fields of the model, and options of `trueshard plan`."""
+_SMALL_SIZES = """
+import sys
+from trueshard import cli
+from trueshard.planner import calibrate
+calibrate.LARGE = calibrate.SMALL
+sys.exit(cli.main())
+"""
+"""Program: the command line, which measures a GPU with the sizes of a CPU."""
 VERIFIED: dict[str, list[str]] = {
     "plain": [],
     "fused": ["--set", "optimizer.arguments.fused=true"],
@@ -145,7 +154,8 @@ def calibration(session: Session, step: Step) -> Outcome:
     """Measure the device; ``data``: the hardware file."""
     file = session.out / "here.toml"
     file.unlink(missing_ok=True)
-    outcome, _ = session.run(step.name, _trueshard("plan", "calibrate", file), step.limit)
+    command = [*([sys.executable, "-c", _SMALL_SIZES] if session.small else _trueshard()), "plan", "calibrate", file]
+    outcome, _ = session.run(step.name, command, step.limit)
     outcome.data = file.read_text() if file.exists() else None
     return outcome
 
@@ -157,8 +167,9 @@ def rehearsal(session: Session, step: Step) -> Outcome:
         folder = session.out / re.sub(r"\W", "_", name)
         folder.mkdir(exist_ok=True)
         fields = _SMALL if session.small else fields
-        (folder / "config.json").write_text(json.dumps(_LLAMA | fields | _MORE))
-        words = ["--param-dtype", "bf16", "--reshard-after-forward", "default", "--json"]
+        (folder / "config.json").write_text(json.dumps(_LLAMA | _MORE | fields))
+        shorter = ["--sequence", "128"] if session.small else []  # of an option that is given twice, the last holds
+        words = [*shorter, "--param-dtype", "bf16", "--reshard-after-forward", "default", "--json"]
         if "--activation-checkpointing" not in options:
             words += ["--activation-checkpointing", "none"]
         if (session.out / "here.toml").exists():

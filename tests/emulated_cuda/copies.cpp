@@ -72,7 +72,7 @@ static at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
   if (!self.numel() || self.is_same(source)) return self;
   const int device = self.is_cuda() ? self.get_device() : source.get_device();
   NoAutograd guard(c10::autograd_dispatch_keyset);
-  launched();
+  const Launched launched("Memcpy");
   Locked locked;
   const int s = current_stream(device);
   const auto time = begin(s);

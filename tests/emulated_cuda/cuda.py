@@ -96,6 +96,7 @@ def _adopt_devices(library: Any) -> None:
     cuda.is_available = lambda: cuda.device_count() > 0
     cuda.current_device = lambda: library.emulated_device()
     cuda.set_device = set_device
+    cuda._sleep = lambda cycles: library.emulated_spin(cycles)  # a nanosecond each
     cuda.synchronize = lambda device=None: library.emulated_synchronize()
     cuda.get_device_properties = lambda device=None: PROPERTIES._replace(uuid=_uuid(_index(device)))
     cuda.get_device_name = lambda device=None: PROPERTIES.name

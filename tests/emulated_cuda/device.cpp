@@ -45,6 +45,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   // Who sees that a stream is done knows as much as who waited for it, but has not waited.
   bool queryStream(const c10::Stream& s) const override {
+    if (is_busy(s.device_index())) return false;
     Locked locked;
     host_waits(stream(index_of(s)).clock);
     return true;
@@ -68,9 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    Locked locked;
-    if (event) host_waits(static_cast<Event*>(event)->clock);
-    report("wait", "Event.synchronize");
+    host_waits_for_event(event ? static_cast<Event*>(event)->clock : Clock());
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {

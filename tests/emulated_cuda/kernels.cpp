@@ -186,7 +186,7 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
   if (UNORDERED.count(schema.name()) || (is_float && UNORDERED_FLOATS.count(schema.name())))
     at::globalContext().alertNotDeterministic(name);
   call.note_accesses();
-  launched();
+  const Launched launched(name);
   if (!call.runs_as_softmax()) op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.bring_back_sizes();
   call.bring_back_results();

@@ -26,16 +26,18 @@ def load_libraries() -> ctypes.CDLL:
         getattr(library, f"emulated_{name}").restype = ctypes.c_size_t
     library.emulated_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.emulated_resize_storage.restype = None
+    library.emulated_spin.argtypes = [ctypes.c_int64]
     return library
 
 
 def adopt(library: Any) -> None:
     """Give torch.cuda, NCCL and the attention kernels of CUDA to the torch that has just been imported."""
-    from emulated_cuda import attention, cuda, nccl, reports
+    from emulated_cuda import attention, cuda, nccl, profiling, reports
 
     cuda.adopt(library)
     attention.register()
     sys.path.insert(0, os.environ[FOLDER])
     nccl.adopt()
     sys.path.remove(os.environ[FOLDER])
+    profiling.adopt()
     reports.receive_from(library)

@@ -159,7 +159,7 @@ struct Group : c10d::Backend {
       make_communicator();
       compare(type, reads.empty() ? writes : reads, may_differ_in_size);
     }
-    emulated::launched();
+    const emulated::Launched launched("nccl " + c10d::opTypeToString(type));
     const int device = all.empty() ? 0 : all[0].get_device();
     int s;
     {

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -103,8 +105,25 @@ uint64_t begin(int index) {
   return s.clock[index] = ++s.time;
 }
 
-void launched() { ++count; }
+static void labelled(at::RecordFunction& label, const std::string& name) {
+  if (label.isActive()) label.before(name);
+}
+
+Launched::Launched(const std::string& name) : label(at::RecordScope::FUNCTION) {
+  ++count;
+  labelled(label, "emulated kernel " + name);
+}
+
 uint64_t operations() { return count; }
+
+static std::atomic<int64_t> busy_until[8];
+
+static int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+void spin(int device, int64_t nanoseconds) { busy_until[device] = std::max(now(), busy_until[device].load()) + nanoseconds; }
+bool is_busy(int device) { return now() < busy_until[device]; }
+static void sleep_while_busy(int device) {
+  while (is_busy(device)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
 const Clock& host() { return host_clock; }
 
 void host_waits(const Clock& clock) {
@@ -113,16 +132,31 @@ void host_waits(const Clock& clock) {
 }
 
 void host_waits(int index, const std::string& reason) {
+  at::RecordFunction label(at::RecordScope::FUNCTION);
+  labelled(label, "cudaStreamSynchronize");
   Locked locked;
+  sleep_while_busy(streams[index].device);
   host_waits(streams[index].clock);
   report("wait", reason);
 }
 
 void host_waits_for_all(const std::string& reason) {
+  at::RecordFunction label(at::RecordScope::FUNCTION);
+  labelled(label, "cudaDeviceSynchronize");
+  sleep_while_busy(device);
   Locked locked;
   for (auto& s : streams) join(host_clock, s.clock);
   land_what_is_over();
   report("wait", reason);
+}
+
+void host_waits_for_event(const Clock& clock) {
+  at::RecordFunction label(at::RecordScope::FUNCTION);
+  labelled(label, "cudaEventSynchronize");
+  sleep_while_busy(device);
+  Locked locked;
+  host_waits(clock);
+  report("wait", "Event.synchronize");
 }
 
 }  // namespace emulated

@@ -1,5 +1,7 @@
 // The order of what happens on the emulated device: streams, the host, and what each of them has waited for.
 #pragma once
+#include <ATen/record_function.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -51,11 +53,19 @@ void set_current_stream(int device, int64_t id);
 int current_stream(int device = -1);
 
 uint64_t begin(int stream);  // an operation, after all that its stream and the host have waited for; returns its time
-void launched();          // one operation more
+// One operation more. While it lives the profiler has a label for it, which profiling.py makes a kernel of the device.
+struct Launched {
+  explicit Launched(const std::string& name);
+  at::RecordFunction label;
+};
+// Keep a device busy from now on for so many nanoseconds more, as torch.cuda._sleep does: who waits for it sleeps.
+void spin(int device, int64_t nanoseconds);
+bool is_busy(int device);
 uint64_t operations();    // how many so far; a foreach is one, whatever it is over
 const Clock& host();
 void host_waits(const Clock& clock);  // and copies that are over land
 void host_waits(int stream, const std::string& reason);
 void host_waits_for_all(const std::string& reason);
+void host_waits_for_event(const Clock& clock);
 
 }  // namespace emulated

@@ -14,6 +14,7 @@ int emulated_exchange_device(int device) {
   emulated::set_current_device(device);
   return before;
 }
+void emulated_spin(int64_t nanoseconds) { emulated::spin(emulated::current_device(), nanoseconds); }
 void emulated_synchronize() { emulated::host_waits_for_all("torch.cuda.synchronize"); }
 void emulated_resize_storage(void* storage, size_t bytes) {
   emulated::resize_storage(static_cast<c10::StorageImpl*>(storage), bytes);

@@ -94,6 +94,21 @@ def time_limit(group: Any) -> timedelta:
     return _torch.timeout_of(group) or timedelta(minutes=30)
 
 
+def flight_record() -> str:
+    """Return words on the files that NCCL's flight recorder leaves when a time limit ends a run; "" if it leaves none.
+
+    Names and defaults are those of torch's ``FlightRecorder.hpp`` and ``DebugInfoWriter``.
+    """
+    get = os.environ.get
+    size = get("TORCH_FR_BUFFER_SIZE", get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
+    is_off = size == "0" or get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1").lower() in ("0", "false", "no", "n")
+    if is_off or "nccl" not in str(dist.get_backend_config()):
+        return ""
+    cache = Path(get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch", "comm_lib_trace_rank_")
+    prefix = get("TORCH_FR_DUMP_TEMP_FILE", get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(cache)))
+    return f", and NCCL leaves the last collectives of each rank in {prefix}*: `torchfrtrace` compares them"
+
+
 def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int, device: int | None) -> None:
     """Look where ``thread`` of this rank is until the process group or the store is gone."""
     limit = time_limit(group).total_seconds()
@@ -119,7 +134,9 @@ def _watch(group: Any, store: Any, rank: int, ranks: int, thread: int, device: i
                         words = "rank 0 or its launcher does not answer (stopped or lost)"
                         logger.warning("ranks have waited for %.0f s: %s; rank 1 %s", waited, words, here)
                     return
-                end = f"; the time limit of {limit:.0f} s ends this run" if due.pop() != patience else ""
+                end = (
+                    f"; the time limit of {limit:.0f} s ends this run{flight_record()}" if due.pop() != patience else ""
+                )
                 if store.add(f"{_KEY}/said/{place.calls}/{place.collective}/{end}", 1) == 1:  # of all, one says it
                     asked = look, end, _reports(store, ranks)
             time.sleep(pause)
