@@ -1,4 +1,4 @@
-"""Let torch's profiler see the emulated device: kernels, collectives and waits are labels of the host, made into its events.
+"""Let torch's profiler see the emulated device: labels of the host become its kernels, collectives and waits.
 
 A CPU build has no CUPTI. The times are those that the CPU's kernels took, one after the other on the host: they say
 nothing of a device. What is counted, and by what name, is as on CUDA.
