@@ -54,6 +54,13 @@ def test_a_configuration_is_verified(tmp_path: Path) -> None:
     assert "Sharding changes where the tensors live, and nothing else." in output
 
 
+def test_a_configuration_is_verified_on_one_device(tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    output = trueshard(folder, "verify", "train.toml", "--nproc", "1", "--set", "train.steps=2", devices=1)
+    assert "Sharding changes where the tensors live, and nothing else." in output
+    assert "There is one GPU" in " ".join(output.split())
+
+
 def test_the_doctor_sees_the_devices(tmp_path: Path) -> None:
     output = trueshard(tmp_path, "doctor")
     assert "gpu 1                    NVIDIA H100 80GB HBM3" in output

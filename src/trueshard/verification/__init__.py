@@ -116,6 +116,8 @@ def verify(
         elif isinstance(factory, nn.Module):
             source = Original(factory)
         readers, other = other_ranks(_readers(nproc, replicate, choices, plan))
+        if readers == other:
+            notes.append("There is one GPU: the checkpoint is loaded on one rank, and not on another number of ranks.")
         case = Case(
             folder=folder,
             source=str(source) if isinstance(source, Path) else source,

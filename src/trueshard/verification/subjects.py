@@ -114,8 +114,10 @@ class Case:
 def other_ranks(readers: int) -> tuple[int, int]:
     """Return how many ranks read different samples, and on how many ranks a checkpoint of theirs is loaded.
 
-    One of the two divides the other.
+    One of the two divides the other. They differ, unless there is one GPU, which two ranks cannot share.
     """
+    if readers == 1 and torch.cuda.is_available() and torch.cuda.device_count() == 1:
+        return 1, 1
     return readers, readers // 2 if readers % 2 == 0 else 2 if readers == 1 else 1
 
 
