@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from messages import lacking, naming
 from resting import all_but
 from trueshard.errors import UserError
 from trueshard.train.data.batches import IGNORED, Document, Sample, pack, packed, stack
+from trueshard.train.data.chat import ChatTemplate
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared
 
@@ -383,3 +385,18 @@ def test_a_single_answer_without_its_end_is_found_too(tmp_path: Path, capsys: py
     chat(tmp_path, [corpora.conversation(n) for n in range(3)], template)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "no target" in line]
     assert "chat.jsonl, line 3: " in line
+
+
+def test_streams_that_render_at_the_same_time_do_not_mix_their_spans() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    tokenizer = SimpleNamespace(
+        chat_template="{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        special_tokens_map={},
+    )
+    template = ChatTemplate.__new__(ChatTemplate)
+    template.tokenizer, template._marked = tokenizer, True
+    turns = [{"role": "assistant", "content": "a" * 50}] * 20
+    with ThreadPoolExecutor(8) as threads:
+        spans = [spans for _, spans in threads.map(lambda _: template._rendered(turns, None, False), range(400))]
+    assert spans == [[(50 * i, 50 * i + 50) for i in range(20)]] * 400

@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +28,11 @@ from trueshard.text import load_json, nearest
 from trueshard.train.data.batches import Document
 from trueshard.train.data.bounded import Failed, bounded
 from trueshard.train.data.sources import Fields
+
+_RENDERING = threading.Lock()
+"""transformers keeps one compiled template a process, which collects the marked spans in itself: two streams that are
+read in threads would mix theirs. Held over a fork: the child could not take what another thread held then."""
+os.register_at_fork(before=_RENDERING.acquire, after_in_parent=_RENDERING.release, after_in_child=_RENDERING.release)
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -234,14 +241,15 @@ class ChatTemplate:
     def _rendered(self, turns: list[Message], tools: Any, prompt: bool) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered: Any = render_jinja_template(
-            conversations=[turns],
-            tools=tools,
-            chat_template=self.tokenizer.chat_template,
-            return_assistant_tokens_mask=self._marked,
-            add_generation_prompt=prompt,
-            **self.tokenizer.special_tokens_map,
-        )
+        with _RENDERING:
+            rendered: Any = render_jinja_template(
+                conversations=[turns],
+                tools=tools,
+                chat_template=self.tokenizer.chat_template,
+                return_assistant_tokens_mask=self._marked,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
         text, marked = rendered
         return str(text[0]), list(marked[0]) if marked else []
 
