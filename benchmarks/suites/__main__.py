@@ -25,14 +25,14 @@ def main() -> None:
         if given.libraries and suite.library not in given.libraries:
             continue
         tests = fetched(suite, given.sources)
-        found = results[suite.library] = {"versions": [version(suite.library), tests]}
+        by_system = results[suite.library] = {"versions": [version(suite.library), tests]}
         chosen = None
         for system in SYSTEMS:
             began = time.monotonic()
-            found[system] = run(suite, system, given.sources, given.folder / f"{suite.library}-{system}", chosen)
+            by_system[system] = run(suite, system, given.sources, given.folder / f"{suite.library}-{system}", chosen)
             if chosen is None:
-                chosen = [name for name, result in found["one"].items() if result["outcome"] == "passed"]
-            outcomes = Counter(result["outcome"] for result in found[system].values())
+                chosen = [name for name, result in by_system["one"].items() if result["outcome"] == "passed"]
+            outcomes = Counter(result["outcome"] for result in by_system[system].values())
             print(f"{suite.library}, {system}: {dict(outcomes)}, {time.monotonic() - began:.0f} s", flush=True)
         given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if given.markdown is not None:
