@@ -22,6 +22,7 @@ NAMES = (
     "compiled",
     "checkpoint",
     "data",
+    "sft_step",
     "rl",
     "planner_error",
     "step",

@@ -27,11 +27,19 @@ def accelerators(*, ram_efficient: bool, always: bool = True) -> tuple[Any, Any]
         ram_efficient: rank 0 loads the weights and broadcasts them.
         always: every unit is freed after forward, which is Accelerate's default; else none is.
     """
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-    from accelerate.utils import DistributedType
+    from accelerate import Accelerator
 
     with launched(ram_efficient=ram_efficient):
         accelerator = Accelerator(cpu=True)
+    return accelerator, use_fsdp2(accelerator, ram_efficient=ram_efficient, always=always)
+
+
+def use_fsdp2(accelerator: Any, *, ram_efficient: bool, always: bool) -> Any:
+    """Tell an accelerator that has prepared nothing that it has FSDP2; return its plugin."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    with launched(ram_efficient=ram_efficient):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             cpu_ram_efficient_loading=ram_efficient,
@@ -41,7 +49,7 @@ def accelerators(*, ram_efficient: bool, always: bool = True) -> tuple[Any, Any]
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState().distributed_type = DistributedType.FSDP  # from which prepare makes the state anew
-    return accelerator, plugin
+    return plugin
 
 
 def prepare(recipe: Recipe) -> Training:

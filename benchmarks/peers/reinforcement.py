@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import runpy
-import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.peers.environment import environment
+from benchmarks.peers.trainers import clock, is_sharded, silent, train_with_fsdp2
 
 ROOT = Path(__file__).parents[2] / "examples"
 ANSWERS = 128
@@ -100,7 +99,7 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
             found.phases["reward"].append(record["seconds_reward"])
             found.rewards.append(record["reward"])
 
-    with _silent():
+    with silent():
         ready = checks.check(config, ranks) if dist.get_rank() == 0 else None
         dist.barrier()
         ready = ready or checks.check(config, ranks, make=False)
@@ -108,7 +107,7 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
         trainer.checkpoints = None
         trainer.callbacks.append(Clock())
         trainer.fit()
-    found.threads, found.sharded = torch.get_num_threads(), _is_sharded(trainer.model)
+    found.threads, found.sharded = torch.get_num_threads(), is_sharded(trainer.model)
     return found
 
 
@@ -120,22 +119,18 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
     import torch
 
     # Accelerate takes all cores for one process where OMP_NUM_THREADS is not set.
-    with _silent(), environment(OMP_NUM_THREADS="1"):
-        from datasets import Dataset, disable_progress_bars
-        from transformers import TrainerCallback
-        from transformers.utils import logging
+    with silent(), environment(OMP_NUM_THREADS="1"):
+        from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
-        disable_progress_bars()
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
         found = Run()
+        clocked: list[tuple[float, float]] = []
 
         class Timed(GRPOTrainer):  # type: ignore[misc]
             def create_accelerator_and_postprocess(self) -> None:
                 super().create_accelerator_and_postprocess()
                 if sharded:
-                    _shard(self)
+                    train_with_fsdp2(self, always=False)  # kept gathered between tokens: the faster one
 
             def _generate_single_turn(self, *words: Any, **more: Any) -> Any:
                 with _clocked(found.phases["generation"]):
@@ -144,14 +139,6 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
             def _calculate_rewards(self, *words: Any, **more: Any) -> Any:
                 with _clocked(found.phases["reward"]):
                     return super()._calculate_rewards(*words, **more)
-
-        class Clock(TrainerCallback):
-            def on_train_begin(self, *words: Any, **more: Any) -> None:
-                self.last = time.perf_counter()
-
-            def on_step_end(self, *words: Any, **more: Any) -> None:
-                self.last, before = time.perf_counter(), self.last
-                found.steps.append(self.last - before)
 
         def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
             both = zip(completions, answer, strict=True)
@@ -195,11 +182,12 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
             args=settings,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            callbacks=[Clock()],
+            callbacks=[clock(clocked)],
         )
         torch.set_num_threads(1)
         trainer.train()
-    found.threads, found.sharded = torch.get_num_threads(), _is_sharded(trainer.model)
+    found.steps = [wall for wall, _ in clocked]
+    found.threads, found.sharded = torch.get_num_threads(), is_sharded(trainer.model)
     return found
 
 
@@ -214,32 +202,6 @@ def _untrained(seed: int) -> tuple[Any, Any]:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **FIELDS)), tokenizer
 
 
-def _shard(trainer: Any) -> None:
-    """Tell a trainer that it is on an accelerator: on CPUs, Accelerate quietly runs DDP where FSDP2 is asked for."""
-    from accelerate import FullyShardedDataParallelPlugin, PartialState
-    from accelerate.utils import DistributedType
-
-    from benchmarks.peers.accelerated import launched
-
-    with launched(ram_efficient=False):
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            cpu_ram_efficient_loading=False,
-            auto_wrap_policy="transformer_based_wrap",
-            reshard_after_forward=False,  # kept gathered between the tokens of an answer: the faster one
-        )
-    trainer.accelerator.state.fsdp_plugin = plugin
-    trainer.accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState().distributed_type = DistributedType.FSDP
-    trainer.is_fsdp_enabled = True
-
-
-def _is_sharded(model: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(each, DTensor) for each in model.parameters())
-
-
 def _sort() -> Any:
     return runpy.run_path(str(ROOT / "rewards.py"))["sort"]
 
@@ -251,11 +213,3 @@ def _clocked(seconds: list[float]) -> Any:
         yield
     finally:
         seconds.append(time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def _silent() -> Any:
-    """Print nothing: what a run says of itself is not the table's."""
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        sys.stdout.flush()
-        yield

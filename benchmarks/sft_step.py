@@ -1,0 +1,159 @@
+"""A step of TRL's ``SFTTrainer`` with TrueShard, over those with DDP and with Accelerate's FSDP2: time and memory.
+
+- Every turn is a training of its own in fresh processes, since Accelerate's state is one for a process; the ways take
+  turns, forwards and backwards. A turn's figure is the median of its steps, without the first ones; the slowest rank
+  counts.
+- The peak is that of the allocator's own account over the whole of a training, from before the model is built.
+- Losses are held against those under DDP.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.paired import Ratio, few
+from benchmarks.peers import OURS, reason
+from benchmarks.peers.fine_tuning import DDP, WAYS, train
+from benchmarks.peers.recipe import Recipe
+from benchmarks.peers.training import TOLERANCE
+from benchmarks.peers_step import MIDDLE
+from benchmarks.processes import on_ranks
+from benchmarks.table import Over, Table, Tell
+from tests.meter import gloo_lets_go, meter, peak_and_rest
+
+RANKS = 2
+TURNS = 5
+STEPS = 14
+"""Of a turn."""
+WARM_UP = 4
+"""Of these, the first ones, which do not count."""
+METERED = 3
+"""Steps of a training whose memory is counted: the first makes the optimizer's state."""
+CLOCKS = ("step, s", "processor time of a step, s")
+
+
+@dataclass
+class Found:
+    """What one way took."""
+
+    turns: list[list[float]]
+    """Median seconds of a step of each turn, by ``CLOCKS``."""
+    peak: int = 0
+    """Bytes of a rank."""
+    losses: tuple[list[float], ...] = ()
+    """Of each rank, of one turn."""
+    failed: str = ""
+
+
+def run(tell: Tell, quick: bool = False) -> Table:
+    """All ways, with all parameters trained and with adapters alone; ``quick``: one short turn of the first."""
+    rows: list[tuple[str, ...]] = []
+    numbers: list[dict[str, Any]] = []
+    over: list[Over] = []
+    for label, lora in (("20M", False), ("20M, LoRA", True))[: 1 if quick else None]:
+        recipe = Recipe(MIDDLE, Path(), lora=lora)
+        found = {way: Found([]) for way in WAYS}
+        for turn in range(few(TURNS, quick)):
+            for way in WAYS[:: -1 if turn % 2 else 1]:
+                _take_turn(found[way], way, recipe, WARM_UP + 2 if quick else STEPS)
+            tell(f"{label}: " + ", ".join(f"{way} {_told(each)}" for way, each in found.items()))
+        for way, each in found.items():
+            if not each.failed:
+                each.peak = max(on_ranks(peak, RANKS, way, recipe))
+        for way in WAYS:
+            if way != OURS:
+                made = _rows(label, way, found)
+                rows += [cells for cells, _ in made]
+                over += [one for _, one in made]
+        numbers.append({"case": label, **{way: vars(each) for way, each in found.items()}})
+    return Table(
+        name="sft_step",
+        title="A step of TRL's `SFTTrainer`, over DDP and Accelerate's FSDP2",
+        note=_note(),
+        columns=("model", "figure", "TrueShard", "over", "its figure", "ratio", "95% interval"),
+        rows=tuple(rows),
+        numbers=numbers,
+        over=over,
+    )
+
+
+def peak(way: str, recipe: Recipe) -> int:
+    """Return the bytes of tensors that a whole training on this rank holds at its peak."""
+    gc.collect()
+
+    def whole() -> Iterator[Any]:
+        yield lambda: train(way, recipe, METERED)
+
+    # Without oneDNN: how much it takes beside its results depends on the processor.
+    with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
+        (changes,) = meter(whole()).steps
+    return peak_and_rest([change.bytes for change in changes])[0]
+
+
+def _take_turn(found: Found, way: str, recipe: Recipe, steps: int) -> None:
+    if found.failed:
+        return
+    try:
+        ranks = on_ranks(train, RANKS, way, recipe, steps)
+    except Exception as error:
+        if way in (OURS, DDP):
+            raise
+        found.failed = reason(error)
+        return
+    assert {each.sharded for each in ranks} == {way != DDP}
+    medians = torch.tensor([each.steps[WARM_UP:] for each in ranks], dtype=torch.float64).quantile(0.5, dim=1)
+    found.turns.append(medians.amax(0).tolist())
+    found.losses = tuple(each.losses for each in ranks)
+
+
+def _told(found: Found) -> str:
+    return found.failed or f"{found.turns[-1][0]:.3f} s"
+
+
+def _rows(label: str, way: str, found: dict[str, Found]) -> list[tuple[tuple[str, ...], Over]]:
+    """Return rows of one peer, each with its cell of the summary; one row alone where there is nothing to compare."""
+    ours, its = found[OURS], found[way]
+    apart = (torch.tensor(its.losses) - torch.tensor(ours.losses)).abs().max().item() if its.losses else 0.0
+    if its.failed or apart > TOLERANCE:
+        why = its.failed or f"trains something else: losses {apart:.0e} apart"
+        over = Over(f"step of SFT, {label}", way, "cannot" if its.failed else "trains something else")
+        return [((label, "step, s", "", way, why, "", ""), over)]
+    rows: list[tuple[tuple[str, ...], Over]] = []
+    mine, theirs = (torch.tensor(each.turns, dtype=torch.float64) for each in (ours, its))
+    for i, figure in enumerate(CLOCKS):
+        ratio = Ratio.of(mine[:, i] / theirs[:, i])
+        medians = [f"{each[:, i].quantile(0.5).item():.3f}" for each in (mine, theirs)]
+        cells = (label, figure, medians[0], way, medians[1], *ratio.cells()[:2])
+        rows.append((cells, Over(f"{figure.removesuffix(', s')} of SFT, {label}", way, ratio.short())))
+    peaks = [f"{each.peak / 2**20:.1f}" for each in (ours, its)]
+    ratio_of_peaks = f"{ours.peak / its.peak:.3f}"
+    cells = (label, "MiB at the peak", peaks[0], way, peaks[1], ratio_of_peaks, "")
+    return [*rows, (cells, Over(f"memory of SFT, {label}", way, ratio_of_peaks))]
+
+
+def in_place(table: Table) -> str:
+    """Return the part of docs/how-to/stay-in-trl.md that lies between the marks of this benchmark."""
+    _, _, rest = table.markdown().partition("\n\n")
+    return f"On {machine.describe()}:\n\n{rest}"
+
+
+def _note() -> str:
+    return (
+        f"A Llama of 20M parameters, {MIDDLE.sequences} × {MIDDLE.tokens} tokens a rank, over {RANKS} gloo processes "
+        "of one thread, by TRL's `SFTTrainer` without gradient checkpointing, bf16, logging or saving, and otherwise "
+        "with its own settings: AdamW, gradients clipped to a norm of one. TrueShard: `ShardedTrainer` before it; "
+        "every unit is freed after forward, as Accelerate's FSDP2 does by default. DDP does not look for unused "
+        "parameters. On CPUs Accelerate quietly runs DDP where FSDP2 is asked for, so it is told that it is on an "
+        "accelerator. LoRA: rank 8 on all linear layers of the blocks. Ratios are of TrueShard over the other, below "
+        f"one it takes less: medians over {TURNS} turns of {STEPS} steps, of which {STEPS - WARM_UP} count. Memory is "
+        "what tensors take at the highest, from before the model is built to the end, by the allocator's own events, "
+        "gloo's buffers left out. A cell says that something else was trained where a loss was more than "
+        f"{TOLERANCE:.0e} nats from TrueShard's."
+    )
