@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and trackio with their own packages, offline; and what happens when one is missing."""
+"""Trackers with their own packages, offline, if they are installed (`make trackers` has all); and one missing."""
 
 from __future__ import annotations
 
@@ -149,7 +149,22 @@ def test_trackio_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     assert logged == [[step, pytest.approx(loss)] for step, loss in taken]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_mlflow_has_each_step_once_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    records = interrupted_and_resumed(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("trial").experiment_id])
+    points = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")]
+    assert points == [(record["step"], pytest.approx(record["loss"])) for record in records]
+    assert run.info.status == "FINISHED"
+    files = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/config.json")
+    assert files == CONFIG
+    assert len(client.list_artifacts(run.info.run_id, "samples")) == len(records)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=naming("log.to", f"'{name}'", "not installed")):

@@ -58,7 +58,7 @@ def with_kind(error: BaseException, most: int = 200) -> str:
 _EXTRA_OF = {
     **dict.fromkeys(("typer", "rich", "packaging"), "cli"),
     **dict.fromkeys(("cloudpickle", "networkx", "pydantic", "pydantic_core", "tomli"), "plan"),
-    **dict.fromkeys(("wandb", "trackio"), "trackers"),
+    **dict.fromkeys(("wandb", "trackio", "mlflow"), "trackers"),
     "peft": "peft",
     "accelerate": "accelerate",
 }

@@ -69,12 +69,12 @@ def trackers(draft: Draft, key: str, value: Any) -> None:
     rule = draft.rules[key]
     read = rule.read or names
     named = list(value) if isinstance(value, dict) and not rule.read else read(value or [])
-    here = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
+    here = [name for name in named if name in ("tensorboard", "wandb", "trackio", "mlflow")]
     lost = [name for name in named if name not in (*here, *rule.beside, "none")]
     if here:
         draft.put("log.to", here, key, given=here if isinstance(value, dict) else value)
     if lost:
-        why = "trackers here: tensorboard, wandb, trackio; metrics.jsonl is always written"
+        why = "trackers here: tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written"
         draft.tell(key, "none", why, value=lost)
     if not here and not lost:
         draft.tell(key, "always", "the screen and metrics.jsonl" if rule.beside else "none but metrics.jsonl")

@@ -28,7 +28,7 @@ from trueshard.train.section import Fraction, Section, Text, one_of
 Exponents = Annotated[dict[Text, Annotated[int, Field(ge=EXPONENTS[0], le=EXPONENTS[-1])]], Field(min_length=1)]
 
 OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction")
-OWN_TRACKERS = ("tensorboard", "wandb", "trackio", "logging")
+OWN_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "logging")
 
 if TYPE_CHECKING:
     FormatName = str
@@ -339,7 +339,7 @@ class LogSection(Section):
     """Trackers; each is imported when it is used. logging: a line a step to Python's logger `trueshard.metrics`. Or one
     that an installed package brings."""
     project: Text = "trueshard"
-    """Name of the project, for "wandb" and "trackio"."""
+    """Name of the project, for "wandb", "trackio" and "mlflow"."""
     hash_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between hashes of parameters and optimizer state, `state_hash` in `metrics.jsonl`: they do not depend on
     the number of ranks."""

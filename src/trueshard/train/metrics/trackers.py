@@ -1,4 +1,4 @@
-"""Trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, `logging`, or a class of another package.
+"""Trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow, `logging`, or a package's own class.
 
 A resumed run continues its curves, with each step once. A tracker that fails during training is dropped with a message.
 """
@@ -9,7 +9,9 @@ import html
 import importlib.util
 import logging
 import math
+import os
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,6 +117,40 @@ class Trackio(WandB):
         return trackio.Markdown(markdown)
 
 
+class MLflow:
+    """MLflow: where MLFLOW_TRACKING_URI says, else in `mlflow.db` of the run's folder, with files in `mlflow/`."""
+
+    def start(self, config: Mapping[str, Any], folder: Path, project: str, step: int) -> None:
+        import mlflow
+        from mlflow.entities import Metric
+
+        self._metric, place, name = Metric, folder.resolve(), _run_id(folder)
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        files = None if address else (place / "mlflow").as_uri()
+        remedy = "set MLFLOW_TRACKING_URI to a server or database, or leave it out"
+        with explained("log.to: mlflow does not start", remedy, mlflow.MlflowException, one_line):
+            self._client: Any = mlflow.MlflowClient(address or f"sqlite:///{place / 'mlflow.db'}")
+            known = self._client.get_experiment_by_name(project)
+            experiment = known.experiment_id if known else self._client.create_experiment(project, files)
+            runs = self._client.search_runs([experiment], f"tags.trueshard = '{name}'")
+            run = runs[0] if runs else self._client.create_run(experiment, None, {"trueshard": name}, place.name)
+            self._run = run.info.run_id
+            self._client.update_run(self._run, "RUNNING")
+            self._client.log_dict(self._run, dict(config), "config.json")
+        self._next = run.data.metrics.get("step", -1) + 1
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:  # the first one that the run does not have
+            now, named = time.time_ns() // 10**6, {**values, "step": step}
+            self._client.log_batch(self._run, [self._metric(key, float(x), now, step) for key, x in named.items()])
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        self._client.log_text(self._run, markdown, f"{tag}/{step}.md")
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run)
+
+
 class Logging:
     """Passes metrics to the handlers of Python's logger `trueshard.metrics`, at INFO: as a line, and as `metrics`."""
 
@@ -129,7 +165,7 @@ class Logging:
         pass
 
 
-PACKAGES = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio, "logging": Logging}
+PACKAGES = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio, "mlflow": MLflow, "logging": Logging}
 """Name in `log.to`, which is also the package → tracker."""
 TRACKERS: dict[str, type[Tracker]] = plugins.Table("log.to", PACKAGES)
 
