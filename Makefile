@@ -6,7 +6,6 @@ PYTHON ?= python3
 TORCH := torch==2.13.0
 APART := torchao==0.18.0 timm==1.0.31 torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 \
 	torchdata==0.11.0 tyro==1.0.17 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
-PEERS_TESTED := lightning==2.6.6 parameterized==0.9.0 jsonargparse==4.53.0 cloudpickle==3.1.2
 BIN := .venv/bin
 READY := .venv/.ready
 # A worker a core; each test may start several processes of its own, of one thread each.
@@ -15,7 +14,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -
 # Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables vllm ray verl versions cuda cuda-build gpu peers clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables ray verl vllm trackers versions cuda cuda-build gpu peers clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -55,14 +54,17 @@ tables: $(READY)
 	$(BIN)/python tests/documents_commands.py
 	$(BIN)/python tests/documents_pictures.py
 
-# Not part of `make test-all`: it makes an environment of 3 GB with vLLM for processors, and tests the engine on it.
-vllm: $(READY)
-	TRUESHARD_VLLM=build/vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest tests/test_rl_vllm_server.py
-
-# Nor these: each adds packages to .venv in an environment of its own, and tests what needs them.
-ray verl: $(READY)
+# Not part of `make test-all`: each makes an environment of its own (tests/added_environment.py), and tests what needs it.
+# That of vLLM is for processors, and has 3 GB.
+ray verl: TESTS = tests/test_integrations_$@.py
+vllm: TESTS = tests/test_rl_vllm_server.py
+ray verl vllm: $(READY)
 	$(BIN)/python tests/added_environment.py $@
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest tests/test_integrations_$@.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest $(TESTS)
+
+trackers: $(READY)
+	$(BIN)/python tests/added_environment.py $@
+	build/$@/bin/python -m pytest -m "rest or not rest" tests/test_metrics_trackers.py
 
 # Nor this: it makes an environment of several GB for each release of torch. Needs Python >= 3.11.
 versions:
@@ -70,17 +72,10 @@ versions:
 
 # Other trainers' own tests with TrueShard under them: docs/peers.md. PEERS_SOURCES: a folder of their sources, which are
 # cloned if it is not given; PEERS: which of them.
-peers: build/peers/.ready
-	build/peers/bin/python -m benchmarks.suites $(PEERS) $(if $(PEERS_SOURCES),--sources $(PEERS_SOURCES)) \
+peers: $(READY)
+	$(BIN)/python tests/added_environment.py $@
+	build/$@/bin/python -m benchmarks.suites $(PEERS) $(if $(PEERS_SOURCES),--sources $(PEERS_SOURCES)) \
 		--markdown docs/peers.md
-
-# Sees what is in .venv, and has what these tests import beside it.
-build/peers/.ready: $(READY)
-	$(PYTHON) -m venv build/peers
-	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> $$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trueshard_peers.pth
-	build/peers/bin/python -m pip install --disable-pip-version-check --no-deps $(PEERS_TESTED)
-	touch $@
 
 # What only a CUDA device runs, on one that is emulated on the CPU: docs/emulated-cuda.md.
 cuda: cuda-build

