@@ -30,7 +30,10 @@ from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
 
 with with_extra():
+    from transformers import __version__
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+if int(__version__.partition(".")[0]) < 5:
+    raise ImportError(f"ShardedTrainer needs transformers 5, not {__version__}: pip install 'trueshard[accelerate]'")
 
 _Trainer: Any = object
 """The trainer that a user's class names behind the mixin."""
