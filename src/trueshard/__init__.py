@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trueshard.checkpoint.saving import Checkpoints as Checkpoints
     from trueshard.checkpoint.saving import Saving as Saving
     from trueshard.checkpoint.saving import save as save
+    from trueshard.checkpoint.snapshots import Snapshots as Snapshots
     from trueshard.checkpoint.weights import weights as weights
     from trueshard.errors import TrueShardError as TrueShardError
     from trueshard.optim.norms import MeasuredNorms as MeasuredNorms
@@ -65,6 +66,7 @@ _MODULES = {
     "checkpoint.inspecting": "Checked Compared DamagedCheckpoint Inspected check inspect",
     "checkpoint.loading": "Found load",
     "checkpoint.saving": "Checkpoints Saving save",
+    "checkpoint.snapshots": "Snapshots",
     "checkpoint.weights": "weights",
     "errors": "TrueShardError",
     "optim.norms": "MeasuredNorms Norms clip_grad_norm_ measure_norms",

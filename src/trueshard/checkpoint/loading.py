@@ -127,9 +127,10 @@ class LoadJob:
         """Kind of misfit → name → text; "new" is no error."""
         self._result = Found()
 
-    def run(self, path: str | os.PathLike[str], model: Any, optimizer: Any) -> Found:
-        """Check and verify, which changes nothing, then load. Collective."""
-        attempt = functools.partial(self._group.attempt, f"{path} was not loaded")
+    def run(self, path: str | os.PathLike[str] | Catalogue, model: Any, optimizer: Any) -> Found:
+        """Check and verify, which changes nothing, then load. Collective. ``path`` may be open already."""
+        shown = path.where if isinstance(path, Catalogue) else path
+        attempt = functools.partial(self._group.attempt, f"{shown} was not loaded")
         everyone = attempt(lambda: self._open(path, model, optimizer))
         check_equal("load()", [arguments[:3] for arguments in everyone])
         if self._group.staged:  # unexpected is what no stage uses
@@ -145,7 +146,7 @@ class LoadJob:
         attempt(self._materialise)
         attempt(self._apply)
         if self._options["verify"] and (saved := self._manifest.about.get("hashes")):
-            self._compare(path, saved)
+            self._compare(shown, saved)
         return self._result
 
     def _compare(self, path: str | os.PathLike[str], saved: Mapping[str, str]) -> None:
@@ -165,7 +166,7 @@ class LoadJob:
             )
 
     def _open(
-        self, path: str | os.PathLike[str], model: Any, optimizer: Any
+        self, path: str | os.PathLike[str] | Catalogue, model: Any, optimizer: Any
     ) -> tuple[int, dict[str, Any], dict[str, Any], dict[str, str]]:
         """Check that everything fits.
 
@@ -173,7 +174,7 @@ class LoadJob:
             The arguments of ``check_equal``; and what this rank's stage of a pipeline does not use: name → text.
         """
         self._models, self._optimizers = state.by_prefix(model, optimizer)
-        self._catalogue: Catalogue = open_catalogue(path)
+        self._catalogue: Catalogue = path if isinstance(path, Catalogue) else open_catalogue(path)
         if self._catalogue.dcp:
             from trueshard.checkpoint.dcp import open_dcp
 

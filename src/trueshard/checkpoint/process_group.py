@@ -62,14 +62,23 @@ class RankGroup:
             timeout = _torch.timeout_of(dist.group.WORLD)
             self._group = _collective(lambda: gloo_group(purpose, self._members, timeout))
 
-    def for_background(self) -> RankGroup:
+    def for_background(self, purpose: str = "background") -> RankGroup:
         """Return the same ranks, connected once more: for a thread beside which others exchange values. Collective.
 
-        On one group the exchanges of two threads would mix, in another order on each rank.
+        On one group the exchanges of two threads would mix, in another order on each rank. Threads of one ``purpose``
+        never run at the same time.
         """
         result = copy.copy(self)
-        result._connect("background")
+        result._connect(purpose)
         return result
+
+    def exchange(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Send uint8 tensors on the CPU to ranks, and fill others from ranks, all at once. Collective over those."""
+        member = self._members.__getitem__
+        works = [dist.isend(tensor, member(rank), self._group) for rank, tensor in sent.items()]
+        works += [dist.irecv(tensor, member(rank), self._group) for rank, tensor in received.items()]
+        for work in filter(None, works):
+            _collective(work.wait)
 
     def attempt(self, failed: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank, and return every rank's result (pickled), in rank order. Collective."""

@@ -94,35 +94,58 @@ def save(
         job.run()
         return None
     job.group = job.group.for_background()
-    staged = _staged([_torch.local(tensor).detach() for _, tensor in job.rows.values()])
+    staged = _staging.copies([_torch.local(tensor).detach() for _, tensor in job.rows.values()])
     job.rows = {key: (begin, copy) for (key, (begin, _)), copy in zip(job.rows.items(), staged, strict=True)}
     return background.start(job.run, f"saving {path}")
 
 
-_pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Memory in which tensors of a device are staged: kept, since making pinned memory takes longer than copying to it. One
-save runs at a time, so the next one finds it unused."""
-_ALIGNMENT = 64
+class Staging:
+    """Copies of tensors in host memory; that for tensors of a device is pinned, and kept for the next copies."""
+
+    _ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
+        """Kept, since making pinned memory takes longer than copying to it."""
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies, valid until the next call. Waits once for the device, at the end."""
+        sizes = [
+            0 if each.device.type == "cpu" else -(-each.nbytes // self._ALIGNMENT) * self._ALIGNMENT for each in tensors
+        ]
+        if sum(sizes) > self._pinned.numel():
+            self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before there is a second one
+            pinned = torch.cuda.is_available()
+            self._pinned = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        copies, place = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if size:
+                memory = self._pinned[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            else:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            copies.append(memory.copy_(tensor, non_blocking=bool(size)))
+            place += size
+        if place:
+            torch.accelerator.current_stream().synchronize()
+        return copies
+
+    def copy_into(self, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Copy to tensors in host memory what lies there already; return what copies the rest, on any thread."""
+        away = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+        for target, tensor in zip(targets, tensors, strict=True):
+            if tensor.device.type == "cpu":
+                target.copy_(tensor)
+        staged = self.copies([tensors[i] for i in away])
+
+        def land() -> None:
+            for i, there in zip(away, staged, strict=True):
+                targets[i].copy_(there)
+
+        return land
 
 
-def _staged(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in host memory. Waits once for the device, at the end."""
-    global _pinned
-    sizes = [0 if each.device.type == "cpu" else -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors]
-    if sum(sizes) > _pinned.numel():
-        _pinned = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before there is a second one
-        _pinned = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-    copies, place = [], 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        if size:
-            memory = _pinned[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        else:
-            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        copies.append(memory.copy_(tensor, non_blocking=bool(size)))
-        place += size
-    if place:
-        torch.accelerator.current_stream().synchronize()
-    return copies
+_staging = Staging()
+"""Of ``save``, of which one runs at a time."""
 
 
 @dataclass
@@ -215,7 +238,7 @@ def _prepare(
             _writer(path, token).check_free()
         common = {"path": os.fspath(path), "verify": verify, "rng": table, "more": sorted(more)}
         for key, tensor in tensors.items():
-            _check_kind(key, tensor)
+            check_kind(key, tensor)
         return state.rank_content(token, group, common, manifest, tensors)
 
     everyone = group.attempt(failed, collect)
@@ -252,7 +275,7 @@ def _writer(path: str | os.PathLike[str], token: str) -> LocalWriter | RemoteWri
     return RemoteWriter(str(path)) if is_url(path) else LocalWriter(Path(path), token)
 
 
-def _check_kind(key: str, tensor: torch.Tensor) -> None:
+def check_kind(key: str, tensor: torch.Tensor) -> None:
     local = _torch.local(tensor)
     if tensor.is_meta or local.is_meta:
         raise ValueError(f"{key!r} is on the meta device and has no values; load or initialise it first")

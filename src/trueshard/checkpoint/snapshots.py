@@ -1,0 +1,450 @@
+"""Snapshots: the newest steps of a run in the memory of its hosts, for processes that start after others were lost.
+
+- Each rank copies what it holds to its host's memory, at places that stay the same from step to step; nothing is
+  gathered. All else happens on a thread: checksums, records, copies for another host, and the word of all ranks that
+  they have their part, without which the other slot is not written again (``[Note: Whole or not at all]``).
+- Loading takes the newest step of which every rank's part is there and intact, on this host or on another. What is read
+  goes through ``load``'s own checks. At the number of ranks that made it each rank reads its own part; at another one,
+  whatever of the parts lies in the regions that it holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trueshard import _torch
+from trueshard.checkpoint import state
+from trueshard.checkpoint.catalogue import Catalogue, Directory
+from trueshard.checkpoint.format import Manifest, TensorEntry, crc32
+from trueshard.checkpoint.loading import Found, LoadJob
+from trueshard.checkpoint.process_group import RankGroup
+from trueshard.checkpoint.saving import Saving, Staging, background, check_kind
+from trueshard.checkpoint.snapshot_parts import (
+    SLOTS,
+    Part,
+    Slot,
+    checksum_of,
+    clear,
+    folder_of,
+    make_private,
+    parts_in,
+    place,
+    record_of,
+    view_of,
+)
+from trueshard.errors import own_errors, warn_user
+from trueshard.model.regions import Region, common, extent, inside, put, region_of, take
+
+_FAILED = "no snapshot was loaded"
+
+
+class Snapshots:
+    """Keeps the state of the newest steps in the memory of the hosts, where it outlives the processes::
+
+        snapshots = trueshard.Snapshots("runs/first")
+        found = snapshots.load(model=model, optimizer=optimizer)
+        for step in range(snapshots.step or 0, steps):
+            ...
+            snapshots.save(step + 1, model=model, optimizer=optimizer)
+        snapshots.close()
+
+    Two steps are kept, in ``/dev/shm``, readable by this user alone: of each rank two times what it holds. Processes
+    that are started with the same ``run`` find them until the host starts anew, at any number of ranks.
+
+    Args:
+        run: name of the run, such as its folder; a relative path means another run in another working directory.
+        copies: 1: a second copy of each rank's part goes to the memory of the next host, so that a host that is lost
+            loses nothing. It sends what a rank holds over the network at every save.
+        fallback: folder on a disk that is used, with a warning, where the memory has no room.
+
+    Raises:
+        ValueError: ``copies`` is neither 0 nor 1.
+        PermissionError: another user has made the folder that is to be this run's.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str], *, copies: int = 0, fallback: str | os.PathLike[str] | None = None
+    ) -> None:
+        if copies not in (0, 1):
+            raise ValueError(f"copies is {copies!r}; it is 0 or 1")
+        self.step: int | None = None
+        """Step of the snapshot that was saved or loaded last; None: none was."""
+        self._copies = copies
+        self._folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
+        """Where parts may be: in memory, and on the disk."""
+        self._folder = self._folders[0]
+        """Where new files are made."""
+        self._next = 0
+        """Slot that the next save writes to."""
+        self._made_by = ""
+        """See ``Part.made_by``; set by the first save."""
+        self._ranks: RankGroup | None = None
+        """The ranks, connected for the thread; set by the first save."""
+        self._targets: dict[int, int] = {}
+        """Rank → the rank on the next host that keeps a copy of its part."""
+        self._slots: dict[tuple[int, int], Slot] = {}
+        """(slot, rank) → the file that this process writes: its own, and copies of others'."""
+        self._staging = Staging()
+        self._saving: Saving | None = None
+        """The save whose thread may still run."""
+
+    @own_errors()
+    @torch.no_grad()
+    def save(self, step: int, *, model: Any = None, optimizer: Any = None, **more: Any) -> None:
+        """Keep this step. Collective; returns once this rank's part is copied, and does the rest in the background.
+
+        Args:
+            step: number of the step, larger than that of the save before.
+            model: as in ``trueshard.save``.
+            optimizer: as in ``trueshard.save``.
+            more: as in ``trueshard.save``; equal on every rank, or restored on each rank as it was at the same number.
+
+        Raises:
+            ValueError, TypeError: an argument cannot be saved; the message names it.
+            OSError: there is no room, and no ``fallback``.
+            RuntimeError: another rank was lost during the save before.
+        """
+        self.wait()
+        models, optimizers = state.by_prefix(model, optimizer)
+        tensors, manifest = state.collect(models, optimizers, more, None)
+        for key, tensor in tensors.items():
+            check_kind(key, tensor)
+        ranks = self._ranks or self._connect(model)
+        table, bits = state.random_state()
+        locals_of = {key: (_torch.local(tensor).detach(), region_of(tensor)) for key, tensor in tensors.items()}
+        locals_of["rng"] = bits, (((0, len(bits)),),)
+        placed, size = place(locals_of)
+        slot, data = self._open(self._next, ranks.rank, size)
+        views = [view_of(data, placed[key]) for key in locals_of]
+        land = self._staging.copy_into(views, [local for local, _ in locals_of.values()])
+        content = {
+            "manifest": {"models": manifest.models, "optimizers": manifest.optimizers, "more": manifest.more},
+            "entries": {key: asdict(entry) for key, entry in manifest.tensors.items()},
+            "told": asdict(state.rank_content("", ranks, {}, manifest, tensors)),
+            "rng": table,
+        }
+        about: dict[str, Any] = {"made_by": self._made_by, "step": step, "slot": self._next}
+        about |= {"rank": ranks.rank, "ranks": ranks.world}
+        about["layout"] = _layout_of({key: region for key, (_, region) in locals_of.items()})
+
+        def complete() -> None:
+            land()
+            text = record_of(about, size, checksum_of(data), placed, content)
+            slot.publish(text)
+            self._exchange_copies(ranks, about["slot"], text, data)
+            ranks.attempt(f"the snapshot of step {step} was not completed", lambda: None)
+
+        self.step, self._next = step, (self._next + 1) % SLOTS
+        self._saving = Saving(complete, f"snapshot of step {step}")
+
+    def wait(self) -> None:
+        """Wait until the newest snapshot is whole on every rank, and raise what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    @own_errors()
+    @torch.no_grad()
+    def load(
+        self, *, model: Any = None, optimizer: Any = None, after: int = -1, rng: bool = True, **more: Any
+    ) -> Found | None:
+        """Load the newest snapshot, in place; its number is in ``step`` then. Collective.
+
+        Args:
+            model: as in ``trueshard.load``.
+            optimizer: as in ``trueshard.load``.
+            after: load one of a later step than this alone, such as that of the newest checkpoint on disk.
+            rng: restore this rank's random generators.
+            more: as in ``trueshard.load``.
+
+        Returns:
+            What ``trueshard.load`` returns; None, and nothing is changed, if no snapshot is whole.
+
+        Raises:
+            ValueError: it is of another model.
+            RuntimeError: another rank failed, or did not call ``load``.
+        """
+        self.wait()
+        background.wait()
+        group = state.group_of(model)
+        parts = _Meeting(group, self._folders).newest(after, layout_of(model))
+        if parts is None:
+            return None
+        options = {"strict": True, "verify": False, "rng": rng, "convert": False, "allow_pickle": False}
+        with torch.device("cpu"):
+            result = LoadJob(group, options, None, more).run(_catalogue(parts, group), model, optimizer)
+        first = parts.records[0]
+        self.step, self._next = first.step, (first.slot + 1) % SLOTS
+        return result
+
+    def close(self) -> None:
+        """Remove this run's snapshots from this host: the run has ended. Every rank calls it."""
+        self.wait()
+        self._slots.clear()
+        for folder in self._folders:
+            clear(folder)
+
+    def _connect(self, model: Any) -> RankGroup:
+        """Prepare for the first save. Collective."""
+        group = state.group_of(model)
+        token = secrets.token_hex(4)
+        make_private(self._folders[0])
+        everyone = group.attempt("the snapshot was not begun", lambda: (token, here(self._folders)))
+        hosts = [host for _, host in everyone]
+        order = list(dict.fromkeys(hosts))
+        if self._copies and len(order) == 1 and group.world > 1:
+            warn_user("memory copies: all ranks are on one host, whose loss no copy in its own memory survives")
+        if self._copies and len(order) > 1:
+            on_host = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in order}
+            for at, host in enumerate(order):
+                neighbours = on_host[order[(at + 1) % len(order)]]
+                self._targets |= {rank: neighbours[place % len(neighbours)] for place, rank in enumerate(on_host[host])}
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
+        if group.rank == mine[0]:
+            kept = mine + [rank for rank, target in self._targets.items() if target in mine]
+            for folder in self._folders:
+                # Without a step that was loaded, what is there is of a run that somebody began anew.
+                clear(folder, kept if self.step is not None else ())
+        group.attempt("the snapshot was not begun", lambda: None)
+        self._made_by, self._ranks = everyone[0][0], group.for_background("snapshots")
+        return self._ranks
+
+    def _open(self, number: int, rank: int, size: int) -> tuple[Slot, torch.Tensor]:
+        """Return the file of a rank in a slot, and its memory: on the disk if there is no room elsewhere."""
+        slot = self._slots.get((number, rank))
+        if slot is None:
+            slot = self._slots[number, rank] = Slot(self._folder / f"slot-{number}", rank)
+        try:
+            return slot, slot.open(size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or self._folder == self._folders[-1]:
+                raise
+            full, self._folder = self._folder, self._folders[-1]
+        warn_user(
+            f"{full}: no room for {size:,} bytes of a snapshot; from now on {self._folder} is used, which is slower"
+        )
+        make_private(self._folder)
+        del self._slots[number, rank]
+        return self._open(number, rank, size)
+
+    def _exchange_copies(self, ranks: RankGroup, number: int, text: str, data: torch.Tensor) -> None:
+        """Send this rank's part to the next host, and keep those that come from the one before."""
+        if not self._targets:
+            return
+        target = self._targets[ranks.rank]
+        sources = [rank for rank, to in self._targets.items() if to == ranks.rank]
+        record = _bytes_of(text)
+        sizes = {rank: torch.zeros(2, dtype=torch.int64) for rank in sources}
+        ranks.exchange({target: torch.tensor([len(record), len(data)])}, sizes)
+        records = {rank: torch.empty(int(sizes[rank][0]), dtype=torch.uint8) for rank in sources}
+        ranks.exchange({target: record}, records)
+        opened = {rank: self._open(number, rank, int(sizes[rank][1])) for rank in sources}
+        ranks.exchange({target: data}, {rank: memory for rank, (_, memory) in opened.items()})
+        for rank, (copy, _) in opened.items():
+            copy.publish(bytes(records[rank].numpy()).decode())
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def here(folders: Sequence[Path]) -> str:
+    """Return a word for this host's memory, the same for all processes that see it."""
+    return f"{socket.gethostname()}:{folders[0]}"
+
+
+def _layout_of(regions: Mapping[str, Region]) -> int:
+    return crc32(memoryview(repr([(key, regions[key]) for key in regions if key.startswith("model")]).encode()))
+
+
+def layout_of(model: Any) -> int:
+    """Return ``Part.layout`` of what this rank holds of a model."""
+    models, _ = state.by_prefix(model, None)
+    tensors, _ = state.collect(models, {}, {}, None)
+    return _layout_of({key: region_of(tensor) for key, tensor in tensors.items()})
+
+
+# Loading
+
+
+@dataclass
+class _Parts:
+    """Parts of one snapshot: the record of every rank's, and those whose bytes this host has."""
+
+    records: list[Part]
+    here: dict[int, Part] = field(default_factory=dict)
+
+
+class _Meeting:
+    """Finds, together with the other ranks, the newest snapshot that is whole, and brings what a host lacks."""
+
+    def __init__(self, group: RankGroup, folders: Sequence[Path]) -> None:
+        self._group, self._folders = group, folders
+        self._look()
+
+    def _look(self) -> None:
+        """See which parts each host has. Collective."""
+        self._mine = [part for folder in self._folders for part in parts_in(folder)]
+        word = here(self._folders)
+        names = [(part.step, part.made_by, part.ranks, part.rank) for part in self._mine]
+        everyone = self._group.attempt(_FAILED, lambda: (word, names))
+        self._hosts = [host for host, _ in everyone]
+        self._on_host = dict(everyone)
+
+    def newest(self, after: int, layout: int) -> _Parts | None:
+        """Return the parts of the newest whole snapshot whose step is after ``after``, or None. Collective."""
+        held = {name for names in self._on_host.values() for name in names}
+        whole = {(step, made_by, ranks) for step, made_by, ranks, _ in held if step > after}
+        for step, made_by, ranks in sorted(whole, reverse=True):
+            if any((step, made_by, ranks, rank) not in held for rank in range(ranks)):
+                continue
+            mine = {part.rank: part for part in self._mine if (part.step, part.made_by) == (step, made_by)}
+            intact = self._intact(mine)
+            if {rank for ranks_there in intact.values() for rank in ranks_there} == {*range(ranks)}:
+                return self._brought({rank: mine[rank] for rank in intact[self._here]}, intact, ranks, layout)
+        return None
+
+    @property
+    def _here(self) -> str:
+        return self._hosts[self._group.rank]
+
+    def _intact(self, mine: Mapping[int, Part]) -> dict[str, list[int]]:
+        """Return the intact parts of each host: its ranks share the reading. Collective."""
+        neighbours = [rank for rank, host in enumerate(self._hosts) if host == self._here]
+        turn = neighbours.index(self._group.rank)
+        share = [rank for at, rank in enumerate(sorted(mine)) if at % len(neighbours) == turn]
+        everyone = self._group.attempt(_FAILED, lambda: [rank for rank in share if mine[rank].is_intact()])
+        result: dict[str, list[int]] = {}
+        for host, intact in zip(self._hosts, everyone, strict=True):
+            result.setdefault(host, []).extend(intact)
+        return result
+
+    def _brought(self, mine: dict[int, Part], intact: Mapping[str, list[int]], ranks: int, layout: int) -> _Parts:
+        """Return all records, and the parts here after those that a host lacks were brought to it. Collective."""
+        source = {rank: next(host for host in intact if rank in intact[host]) for rank in range(ranks)}
+        leads = self._hosts.index(self._here) == self._group.rank
+        told = {rank: mine[rank].text for rank in mine if leads and source[rank] == self._here}
+        own = mine.get(self._group.rank)
+        as_before = ranks == self._group.world and (own is None or own.layout == layout)
+        everyone = self._group.attempt(_FAILED, lambda: (told, as_before))
+        texts = {rank: text for told_there, _ in everyone for rank, text in told_there.items()}
+        records = [Part.parse(Path(), f"rank-{rank:05d}", texts[rank]) for rank in range(ranks)]
+        alone = all(same for _, same in everyone)
+        """Whether each rank needs its own part alone."""
+        for rank in range(ranks):
+            needing = [
+                host
+                for host in dict.fromkeys(self._hosts)
+                if rank not in intact.get(host, []) and (not alone or self._hosts[rank] == host)
+            ]
+            if needing:
+                self._bring(rank, records[rank], source[rank], needing, mine)
+        return _Parts([part for part in records if part is not None], mine)
+
+    def _bring(self, rank: int, part: Any, source: str, needing: Sequence[str], mine: dict[int, Part]) -> None:
+        """Send a part from the host that has it to those that need it: the first rank of each takes it."""
+        leader, me = self._hosts.index, self._group.rank
+        slot = Slot(self._folders[0] / f"slot-{part.slot}", rank)
+        if me == leader(source):
+            data = mine[rank].mapped()
+            self._group.exchange({leader(host): data for host in needing}, {})
+        elif self._here in needing and me == leader(self._here):
+            make_private(self._folders[0])
+            self._group.exchange({}, {leader(source): slot.open(part.size)})
+            slot.publish(part.text)
+        self._group.attempt(_FAILED, lambda: None)
+        if self._here in needing:
+            found = (p for p in parts_in(self._folders[0]) if p.rank == rank and p.made_by == part.made_by)
+            mine[rank] = next(p for p in found if p.step == part.step)
+
+
+class _Memory(Directory):
+    """Stands for the directory of a catalogue whose bytes are in parts."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+
+@dataclass
+class _SnapshotCatalogue(Catalogue):
+    """The tensors of a snapshot, read from the parts that this host has."""
+
+    parts: list[tuple[Part, torch.Tensor]] = field(default_factory=list)
+    """Parts with their bytes, this rank's own first: what ranks hold unlike each other is each one's own."""
+    of_rank: dict[int, int] = field(default_factory=dict)
+    """Rank → its place in ``parts``."""
+
+    def read(self, key: str, region: Region, local: torch.Tensor) -> None:
+        """Fill ``local``, the part of a tensor in ``region``."""
+        done: set[Region] = set()
+        left = local.numel()
+        for part, data in self.parts:
+            placed = part.tensors.get(key)
+            if not left or placed is None or placed.region in done:
+                continue
+            done.add(placed.region)
+            shared = common(region, placed.region)
+            count = torch.Size(extent(shared)).numel()
+            if count:
+                put(local, inside(region, shared), take(view_of(data, placed), inside(placed.region, shared)))
+                left -= count
+        if left:
+            raise ValueError(f"{self.where}: {left} elements of {key!r} are in no part of it")
+
+    def fill_together(self, key: str, tensor: torch.Tensor, failures: list[Exception]) -> None:
+        """Fill this rank's shard of ``tensor``. Not collective: each rank has a part of its own."""
+        try:
+            self.read(key, region_of(tensor), _torch.local(tensor).detach())
+        except Exception as error:
+            failures.append(error)
+
+    def read_into(self, key: str, begin: int, local: torch.Tensor) -> None:
+        """Fill ``local`` with a rank's random state, which alone is asked for by bytes."""
+        part, data = self.parts[self.of_rank[begin // len(local)]]
+        local.copy_(view_of(data, part.tensors[key]))
+
+    def full_tensor(self, key: str) -> torch.Tensor:
+        tensor = self.entries[key].empty()
+        self.read(key, region_of(tensor), tensor)
+        return tensor
+
+
+def _catalogue(parts: _Parts, group: RankGroup) -> _SnapshotCatalogue:
+    """Return the catalogue of a snapshot, whose values are those of this rank's own part if the ranks are as many."""
+    same = len(parts.records) == group.world
+    own = parts.records[group.rank] if same else parts.records[0]
+    manifest = Manifest(**own.content["manifest"])
+    manifest.tensors.update({key: TensorEntry(**entry) for key, entry in own.content["entries"].items()})
+    everyone = []
+    for part in parts.records:
+        told = state.RankContent(**part.content["told"])
+        told.entries = {key: TensorEntry(**entry) for key, entry in part.content["told"]["entries"].items()}
+        everyone.append(told)
+    state.merge(manifest, everyone, group.staged)
+    manifest.rng = [part.content["rng"] for part in parts.records]
+    length = sum(size for _, size in own.content["rng"])
+    manifest.tensors["rng"] = TensorEntry(["rng"], [len(parts.records), length], "uint8")
+    first = [group.rank] if same and group.rank in parts.here else []
+    order = [*first, *(rank for rank in sorted(parts.here) if rank not in first)]
+    read = [(parts.here[rank], parts.here[rank].mapped()) for rank in order]
+    directory = _Memory(f"the snapshot of step {own.step}")
+    of_rank = {rank: at for at, rank in enumerate(order)}
+    return _SnapshotCatalogue(directory, manifest.tensors, manifest, parts=read, of_rank=of_rank)
+
+
+def newest_step(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None = None) -> int:
+    """Return the newest step of which this host alone has a whole snapshot, or 0. Its bytes are not read."""
+    folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
+    held: dict[tuple[int, str, int], set[int]] = {}
+    for part in (part for folder in folders for part in parts_in(folder)):
+        held.setdefault((part.step, part.made_by, part.ranks), set()).add(part.rank)
+    return max((step for (step, _, ranks), there in held.items() if len(there) == ranks), default=0)
