@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,7 @@ from trueshard.checkpoint.snapshot_parts import (
     view_of,
 )
 from trueshard.errors import own_errors, warn_user
+from trueshard.files import replace_text
 from trueshard.model.regions import Region, common, extent, inside, put, region_of, take
 
 _FAILED = "no snapshot was loaded"
@@ -441,10 +443,34 @@ def _catalogue(parts: _Parts, group: RankGroup) -> _SnapshotCatalogue:
     return _SnapshotCatalogue(directory, manifest.tensors, manifest, parts=read, of_rank=of_rank)
 
 
-def newest_step(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None = None) -> int:
-    """Return the newest step of which this host alone has a whole snapshot, or 0. Its bytes are not read."""
+def newest_parts(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None = None) -> list[Part]:
+    """Return the parts of the newest snapshot of which this host alone has all; none if there is none.
+
+    Their bytes are not read. ``fallback``: as of ``Snapshots``.
+    """
     folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
-    held: dict[tuple[int, str, int], set[int]] = {}
+    held: dict[tuple[int, str], dict[int, Part]] = {}
     for part in (part for folder in folders for part in parts_in(folder)):
-        held.setdefault((part.step, part.made_by, part.ranks), set()).add(part.rank)
-    return max((step for (step, _, ranks), there in held.items() if len(there) == ranks), default=0)
+        held.setdefault((part.step, part.made_by), {})[part.rank] = part
+    whole = [key for key, parts in held.items() if len(parts) == next(iter(parts.values())).ranks]
+    return list(held[max(whole)].values()) if whole else []
+
+
+def move_to_disk(run: str | os.PathLike[str], fallback: Path, after: int) -> int:
+    """Move the newest snapshot from memory to a folder on a disk if its step is later than ``after``; remove the rest.
+
+    Returns the step whose snapshot is in that folder now, or 0. For the end of a run, when no process writes.
+    """
+    parts = newest_parts(run, fallback)
+    step = parts[0].step if parts else 0
+    if step > after:
+        for part in parts:
+            slot = fallback / part.folder.name
+            if part.folder != slot:
+                slot.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(part.folder / part.name, slot / part.name)
+                replace_text(slot / f"{part.name}.json", part.text)
+    else:
+        clear(fallback)
+    clear(folder_of(run))
+    return step if step > after else 0

@@ -50,10 +50,20 @@ class RunSection(Section):
     dir: Text
     """Folder for everything the run writes. Started again on the same folder, a run resumes."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Restarts of the processes after one was lost. Under torchrun: --max-restarts."""
+    """Restarts of the processes after one was lost, without a step further than before. Under torchrun:
+    --max-restarts, which counts all."""
+    spares: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: processes that take over from lost ones are started beforehand, and wait with all imported: a restart is some
+    seconds faster, for the main memory of as many processes again."""
     timeout: Annotated[int, Field(ge=1)] = 600
     """Seconds a rank waits for another before it gives the run up; the same command goes on from the newest
     checkpoint."""
+
+    @model_validator(mode="after")
+    def _spares(self) -> RunSection:
+        if self.spares and not self.restarts:
+            raise ValueError("run.spares are for restarts, and run.restarts is 0; raise that, or remove run.spares")
+        return self
 
     @property
     def folder(self) -> Path:
@@ -172,6 +182,11 @@ class TrainSection(Section):
     """Steps between checkpoints. The end of the run and Ctrl-C always leave one."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Checkpoints that stay on disk; older ones are deleted once a newer one is complete."""
+    memory_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between snapshots in the memory of the hosts (`/dev/shm`), from which `run.restarts` and `torchrun` go on:
+    two of each rank's shards. Left out, there are none, and a restart goes on from the newest checkpoint."""
+    memory_copies: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: each snapshot goes to the next host's memory, too, for the loss of a whole host."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between printed lines when the output is not a terminal. `metrics.jsonl` has every step."""
 
@@ -188,6 +203,8 @@ class TrainSection(Section):
                     "train.exact must not; set train.microbatch (such as 1) instead"
                 )
             object.__setattr__(self, "microbatch", 1)
+        if self.memory_copies and self.memory_every is None:
+            raise ValueError("train.memory_copies are of snapshots, of which there are none; set train.memory_every")
         if self.exact and self.on_oom == "tighten":
             raise ValueError('train.on_oom = "tighten" may change the microbatch, which train.exact fixes; remove it')
         return self

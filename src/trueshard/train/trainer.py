@@ -24,6 +24,7 @@ from torch import nn
 from trueshard import _torch
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
+from trueshard.checkpoint.snapshots import Snapshots
 from trueshard.distributed import all_reduce_on_hosts, device_of
 from trueshard.errors import TrueShardError
 from trueshard.model import names
@@ -133,6 +134,8 @@ class Trainer:
         patience: stop after so many evaluations without a better one.
         checkpoints: where to save; training resumes from the newest one.
         checkpoint_every: steps between checkpoints. There is one at the end too, and when stopping.
+        snapshots: keeps the newest steps in memory; training resumes from the newest one, if no checkpoint is as new.
+        snapshot_every: steps between snapshots.
         skip_nonfinite: steps of the run that may be skipped because their loss or gradient norm is not finite.
         callbacks: receive the events.
         wants_stop: called in each step; True on any rank stops all ranks after it.
@@ -162,6 +165,8 @@ class Trainer:
         patience: int | None = None,
         checkpoints: Checkpoints | None = None,
         checkpoint_every: int | None = None,
+        snapshots: Snapshots | None = None,
+        snapshot_every: int = 1,
         skip_nonfinite: int = 0,
         callbacks: Sequence[Callback] = (),
         wants_stop: Callable[[], bool] = lambda: False,
@@ -179,6 +184,7 @@ class Trainer:
         self.scheduler, self.scaler = scheduler, scaler
         self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
+        self.snapshots, self.snapshot_every = snapshots, snapshot_every
         self.skip_nonfinite, self.wants_stop, self.seed = skip_nonfinite, wants_stop, seed
         self.callbacks, self.saved = list(callbacks), dict(saved or {})
         runtime = runtime_of(names.unwrap(model))
@@ -235,9 +241,10 @@ class Trainer:
                 self._tell("on_step", record)
                 last = self.step == self.steps or bool(self.stopped)
                 score = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
+                self._stall = self._keep(score)
                 best = self.patience is not None and score == self.best
                 if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
-                    self._stall = self.save(score)
+                    self._stall += self.save(score)
             self._wait_for_checkpoint()
         except NonFiniteLoss:
             self._wait_for_checkpoint()
@@ -406,14 +413,32 @@ class Trainer:
         return seconds
 
     def resume(self) -> Mapping[str, Any] | None:
-        """Load the newest checkpoint, if there is one; return what ``trueshard.load`` found. Collective."""
-        path = None if self.checkpoints is None or self.step else self.checkpoints.latest()
-        if path is None:
+        """Load the newest step from disk or memory, if there is one; return what ``load`` found. Collective."""
+        if self.step:
             return None
-        result = load(path, model=self.model, optimizer=self.optimizer)
-        self.load_state_dict(result["trainer"])
-        self._saved_step = self.step
+        on_disk = [] if self.checkpoints is None else self.checkpoints.steps()
+        newest = on_disk[-1] if on_disk else -1
+        state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        result = None if self.snapshots is None else self.snapshots.load(**state, after=newest)
+        if result is not None:
+            self.load_state_dict(result["trainer"])
+            if self.checkpoints is not None and self._due(self.checkpoint_every):  # it was lost while it was written
+                self._stall = self.save(result["progress"]["evaluation"])
+        elif self.checkpoints is not None and newest >= 0:
+            result = load(self.checkpoints.path(newest), **state)
+            self.load_state_dict(result["trainer"])
+            self._saved_step = self.step
         return result
+
+    def _keep(self, evaluation: float) -> float:
+        """Keep a snapshot if it is time; return the seconds that training stood still. Collective."""
+        if self.snapshots is None or not self._due(self.snapshot_every):
+            return 0.0
+        began = time.perf_counter()
+        saved = {key: value for key, value in self.saved.items() if key != "tokenizer"}
+        saved |= {"trainer": self.state_dict(), "progress": {"step": self.step, "evaluation": evaluation}}
+        self.snapshots.save(self.step, model=self.model, optimizer=self.optimizer, **saved)
+        return time.perf_counter() - began
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values and tensors that a checkpoint holds besides model and optimizer."""

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 import trueshard
+from trueshard.checkpoint.snapshot_parts import clear, folder_of
+from trueshard.checkpoint.snapshots import newest_parts
 from trueshard.errors import UserError, explained, one_line, written_to
 from trueshard.files import locked, making
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
@@ -74,9 +76,15 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     settings, folder = check_settings(config, ranks), config.run.folder
     is_new = not (folder / "data").exists()
     saved = checkpoints_of(config).steps()
-    changes = resuming.check_resumable(config, plain_settings(settings), override) if saved else []
+    begun = bool(saved)
+    if config.train.memory_every is not None:
+        if not resuming.read_settings(folder):  # a run that begins: what memory has is of one that was removed
+            clear(folder_of(folder))
+        elif not begun:
+            begun = bool(newest_parts(folder, on_disk(config)))
+    changes = resuming.check_resumable(config, plain_settings(settings), override) if begun else []
     with written_to(folder):
-        data = prepare(config, frozen=bool(saved) or not make, make=make)
+        data = prepare(config, frozen=begun or not make, make=make)
     if config.rl is not None and make:
         from trueshard.train.rl.run import check_parts
 
@@ -160,6 +168,18 @@ def checkpoints_of(config: Config) -> trueshard.Checkpoints:
         keep_best=1 if has_best else None,
         metric="evaluation",
     )
+
+
+def snapshots_of(config: Config) -> trueshard.Snapshots | None:
+    """Return the run's snapshots in memory; None if it keeps none."""
+    if config.train.memory_every is None:
+        return None
+    return trueshard.Snapshots(config.run.folder, copies=config.train.memory_copies, fallback=on_disk(config))
+
+
+def on_disk(config: Config) -> Path:
+    """Return the folder for snapshots that have no place in memory, or whose run has ended in between."""
+    return config.run.folder / "memory"
 
 
 def tell_if_complete(ready: Ready, aloud: bool) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trueshard.checkpoint.snapshots import move_to_disk, newest_parts
 from trueshard.errors import UserError, explained
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
 from trueshard.machine import memory_kills
@@ -68,6 +69,8 @@ def start(
         code = _supervise(ready, command, nproc)
     except KeyboardInterrupt:
         code = STOPPED
+    finally:
+        _end_memory(ready.config)
     if replayed is None and code == STOPPED and not checks.checkpoints_of(config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
@@ -77,6 +80,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     """Start the workers until they are done or starting them again would not help; return the exit code."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     restarts, most = 0, ready.config.run.restarts
+    reached, first = -1, ""
     while True:
         kills = memory_kills()
         ended = _launch(command, nproc, ready.folder)
@@ -97,12 +101,27 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
         if final != FAILED:
             return final
         why = _killed(ended, kills, ready.folder)
+        step, where = _newest(ready.config)
+        if step > reached:  # what was in the way is past
+            restarts, reached, first = 0, step, why
         if restarts == most:
+            again = f" ({restarts} times since step {step}; first: {first})" if restarts and first != why else ""
             if why:
-                _say(f"{why}; {_going_on(ready.config)}")
+                _say(f"{why}{again}; {_going_on(ready.config)}")
             return FAILED
         restarts += 1
-        _say(f"{why or 'a rank failed'}; starting again from the newest checkpoint ({restarts} of {most})")
+        _say(f"{why or 'a rank failed'}; starting again from {where} ({restarts} of {most})")
+
+
+def _end_memory(config: Config) -> None:
+    """Leave nothing in memory: what no checkpoint has as new goes to the run's folder, where the next start finds it."""
+    if config.train.memory_every is not None:
+        on_disk = checks.checkpoints_of(config).steps()
+        step = move_to_disk(config.run.folder, checks.on_disk(config), on_disk[-1] if on_disk else 0)
+        if step:
+            _say(
+                f"step {step} was in memory, and is in {checks.on_disk(config)} now, from which the same command goes on"
+            )
 
 
 def _launch(arguments: Sequence[str], nproc: int, folder: Path) -> Ended:
@@ -146,8 +165,21 @@ def _killed(ended: Ended, kills: int | None, folder: Path) -> str:
     )
 
 
+def _newest(config: Config) -> tuple[int, str]:
+    """Return the step from which a start goes on, and what has it, in words."""
+    on_disk, parts = checks.checkpoints_of(config).steps(), []
+    if config.train.memory_every is not None:
+        parts = newest_parts(config.run.folder, checks.on_disk(config))
+    step = on_disk[-1] if on_disk else 0
+    if parts and parts[0].step > step:
+        return parts[0].step, f"step {parts[0].step} in memory"
+    return step, "the newest checkpoint"
+
+
 def _going_on(config: Config) -> str:
     newest = checks.checkpoints_of(config).latest()
+    if config.train.memory_every is not None and _newest(config)[1] != "the newest checkpoint":
+        return "its newest step was in memory"
     return f"the same command goes on from {newest}" if newest else "there is no checkpoint: it begins again"
 
 

@@ -23,7 +23,10 @@ from trueshard.train.config import Config
 from trueshard.train.data.formats import find_format
 from trueshard.train.models.config import is_hub_name
 
-QUIET = ("run.dir", "run.restarts", "run.timeout", "train.keep", "train.log_every", "data.prefetch")
+QUIET = (
+    *("run.dir", "run.restarts", "run.spares", "run.timeout", "train.keep", "train.log_every", "data.prefetch"),
+    *("train.memory_every", "train.memory_copies"),
+)
 """Settings whose change is not reported."""
 FATAL = (
     *("model.architecture", "model.fields", "model.config", "model.quantize", "model.dtype"),

@@ -38,7 +38,7 @@ from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.preference import PreferenceLoss
-from trueshard.train.run import resuming
+from trueshard.train.run import checks, resuming
 from trueshard.train.run.checks import Ready, checkpoints_of
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
@@ -77,17 +77,19 @@ def train(
         saved = checkpoints_of(config).path(trainer.step)
         print(f"Stopped after step {trainer.step}; saved in {saved}. The same command resumes.", flush=True)
     dist.barrier()
+    if trainer.snapshots is not None:  # what they hold is on disk
+        trainer.snapshots.close()
     return STOPPED if is_stopped else 0
 
 
 def _resume(ready: Ready, trainer: Trainer, override: bool) -> None:
-    """Load the newest checkpoint in place; raise `UserError` if it is damaged, or of other data."""
+    """Load the newest step in place; raise `UserError` if it is damaged, or of other data."""
     data, path = ready.data, checkpoints_of(ready.config).latest()
-    if path is None:
-        return
     try:
         state = trainer.resume()
     except (ValueError, KeyError, OSError) as error:
+        if path is None:
+            raise
         detail = " ".join(str(error).partition(" strict=False")[0].split())
         remedy = "it is whole: set the configuration back to what it was made with, or choose another run.dir"
         try:
@@ -95,14 +97,18 @@ def _resume(ready: Ready, trainer: Trainer, override: bool) -> None:
         except (ValueError, OSError):
             remedy = "delete it to go on from the one before it"
         raise UserError(f"{path} does not load: {detail}; {remedy}") from error
-    assert state is not None
+    if state is None:
+        return
+    origin: object = path
+    if trainer.snapshots is not None and trainer.snapshots.step == trainer.step:
+        origin = "memory"
     if state["data"]["crc32"] != data.summary.crc32 and not override:
         raise UserError(
-            f"data.path: what {data.folder} holds is not what {path} was trained on; put it back as it was, "
+            f"data.path: what {data.folder} holds is not what {origin} was trained on; put it back as it was, "
             "choose another run.dir, or go on all the same with --override"
         )
     if trainer.rank == 0:
-        print(f"Resumed after step {trainer.step} from {path}", flush=True)
+        print(f"Resumed after step {trainer.step} from {origin}", flush=True)
 
 
 def _finish(ready: Ready, trainer: Trainer) -> None:
@@ -224,6 +230,8 @@ def build_trainer(
         patience=config.evaluation.patience if config.evaluation else None,
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
+        snapshots=checks.snapshots_of(config),
+        snapshot_every=train.memory_every or 1,
         skip_nonfinite=train.skip_nonfinite,
         callbacks=callbacks,
         wants_stop=wants_stop,
