@@ -11,10 +11,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from trueshard.files import replace_text
 
 FAILED = 1
 """Exit code of a run after any failure without a code of its own."""
@@ -36,6 +41,10 @@ LAST_WORDS = 5.0
 """Seconds that ranks have to end after another has failed."""
 _POLL = 0.1
 """Seconds between two looks at the processes."""
+SPARE = "TRUESHARD_SPARE"
+"""Environment variable of a process of ``Spares``: the file that tells it to run."""
+_LOOK = 0.02
+"""Seconds between its looks for that."""
 _TAIL = 100
 """Lines that ``last_lines`` returns at most: a stack of a deep model, whose most recent call comes first."""
 _HANDLED_BY_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -61,6 +70,8 @@ class Ended:
     """The signal by which this process was asked to end."""
     is_late: bool = False
     """True if the time limit passed."""
+    noticed: float = 0.0
+    """Time at which the first failure was noticed, in seconds of ``time.time``; 0: none was."""
 
     def raise_for_signal(self) -> None:
         """Raise what Python raises for the signal that was received: ``KeyboardInterrupt``, or ``SystemExit``."""
@@ -92,31 +103,75 @@ def run_ranks(
     logs: Path | None = None,
     limit: float | None = None,
     grace: float = 0.0,
+    spares: Spares | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run ``command`` once a rank, with ``RANK``, ``WORLD_SIZE`` and their local forms set, until all have ended.
 
     ``environment``: variables set on top of this process's own. ``logs``: folder for each rank's stdout and stderr, see
     ``last_lines``; None: the processes share this terminal. ``limit``: seconds after which processes that still run
-    print their stacks and are killed. ``grace``: seconds that they have to end after a signal was passed on.
+    print their stacks and are killed. ``grace``: seconds that they have to end after a signal was passed on. ``spares``
+    of the same command take the place of new processes. ``meanwhile`` is called again and again while they run.
     """
+    with _quiet_elastic(), _collected_signals() as received:
+        context = _context(command, ranks, environment or {}, logs) if spares is None else spares.context
+        try:
+            if spares is None:
+                context.start()
+            else:
+                spares.begin(environment or {})
+            return _wait(context, received, limit, grace, meanwhile)
+        finally:
+            context.close(signal.SIGKILL)
+
+
+def _context(command: Sequence[str], ranks: int, environment: Mapping[str, str], logs: Path | None) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     # Without logs, no folder that could be left over.
     specs = DefaultLogsSpecs(log_dir=str(logs or os.devnull), redirects=Std.NONE if logs is None else Std.ALL)
-    context = SubprocessContext(
+    return SubprocessContext(
         name="trueshard",
         entrypoint=command[0],
         args={rank: tuple(command[1:]) for rank in range(ranks)},
-        envs={rank: {**(environment or {}), **_variables(rank, ranks)} for rank in range(ranks)},
+        envs={rank: {**environment, **_variables(rank, ranks)} for rank in range(ranks)},
         logs_specs=specs,
     )
-    with _quiet_elastic(), _collected_signals() as received:
-        try:
-            context.start()
-            return _wait(context, received, limit, grace)
-        finally:
-            context.close(signal.SIGKILL)
+
+
+class Spares:
+    """Copies of a command, one a rank, that were started before they are needed.
+
+    They come as far as ``wait_to_begin``, with all imported by then, and go on when ``run_ranks`` takes them.
+    """
+
+    def __init__(self, command: Sequence[str], ranks: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix="trueshard-spares-")
+        self._word = Path(self._folder, "word")
+        self.context = _context(command, ranks, {SPARE: str(self._word)}, None)
+        with _quiet_elastic():
+            self.context.start()
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Let them run, with variables on top of those that they have."""
+        replace_text(self._word, json.dumps(dict(environment)))
+
+    def close(self) -> None:
+        """End those that wait, and remove what they had."""
+        with _quiet_elastic():
+            self.context.close(signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def wait_to_begin() -> None:
+    """Wait, in a process of ``Spares``, until it is to run; take over its variables. Ends with its parent."""
+    word, parent = Path(os.environ.pop(SPARE)), os.getppid()
+    while not word.exists():
+        if os.getppid() != parent:
+            os._exit(FAILED)
+        time.sleep(_LOOK)
+    os.environ.update(json.loads(word.read_text(encoding="utf-8")))
 
 
 def end_with_parent(clean: Callable[[], None] = lambda: None) -> None:
@@ -148,11 +203,13 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _wait(context: Any, received: list[int], limit: float | None, grace: float) -> Ended:
+def _wait(context: Any, received: list[int], limit: float | None, grace: float, meanwhile: Callable[[], None]) -> Ended:
     deadline = float("inf") if limit is None else time.monotonic() + limit
+    noticed = 0.0
     while not received:
         first = {rank for rank, handler in context.subprocess_handlers.items() if handler.proc.poll()}
         if first:
+            noticed = noticed or time.time()
             _end_others(context)
         result = context.wait(timeout=0)
         if result is not None:
@@ -160,11 +217,12 @@ def _wait(context: Any, received: list[int], limit: float | None, grace: float) 
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             ends = -signal.SIGTERM, -signal.SIGKILL
             failed = {rank: code for rank, code in codes.items() if rank in first or code not in ends}
-            return Ended(failed or codes, received[0] if received else None)
+            return Ended(failed or codes, received[0] if received else None, noticed=noticed)
         if time.monotonic() > deadline:
             _signal(context, signal.SIGUSR1)
             time.sleep(1)  # in which they print their stacks
             return Ended({}, is_late=True)
+        meanwhile()
         time.sleep(_POLL)
     _signal(context, received[0])
     deadline = time.monotonic() + grace

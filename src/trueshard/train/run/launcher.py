@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from trueshard.checkpoint.snapshots import move_to_disk, newest_parts
 from trueshard.errors import UserError, explained
-from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, how, python_command, run_ranks
+from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, Spares, how, python_command, run_ranks
 from trueshard.machine import memory_kills
 from trueshard.train.config import Config
+from trueshard.train.metrics.step_metrics import NAME as METRICS
 from trueshard.train.run import checks
+from trueshard.train.run.incidents import Incident
 from trueshard.train.run.worker import OUT_OF_MEMORY, work
 from trueshard.train.run.world import RUN_ID, check_srun, launcher_of
 
@@ -80,65 +82,114 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
     """Start the workers until they are done or starting them again would not help; return the exit code."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     restarts, most = 0, ready.config.run.restarts
-    reached, first = -1, ""
-    while True:
-        kills = memory_kills()
-        ended = _launch(command, nproc, ready.folder)
-        codes = ended.codes.values()
-        if ended.signal is not None:
-            return STOPPED
-        # The ranks that lost a failed one fail, too: the most telling code counts.
-        final = next((code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes), FAILED if codes else 0)
-        if final == OUT_OF_MEMORY:
-            from trueshard.train.run.out_of_memory import find_remedy
-
-            remedy = find_remedy(ready.config, ready.architecture, nproc, nproc, device)
-            if remedy is not None:
-                _say(remedy.message)
-            if remedy is None or remedy.settings is None:
+    reached, first, incident = -1, "", None
+    with contextlib.closing(_Starts(ready, command, nproc)) as starts:
+        while True:
+            kills = memory_kills()
+            ended = starts.run(incident)
+            codes = ended.codes.values()
+            if ended.signal is not None:
+                return STOPPED
+            # The ranks that lost a failed one fail, too: the most telling code counts.
+            telling = (code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes)
+            final = next(telling, FAILED if codes else 0)
+            if final == OUT_OF_MEMORY:
+                if not _has_remedy(ready, nproc, device):
+                    return FAILED
+                incident = None
+                continue
+            if final != FAILED:
+                return final
+            why = _killed(ended, kills, ready.folder)
+            step, where = _newest(ready.config)
+            if step > reached:  # what was in the way is past
+                restarts, reached, first = 0, step, why
+            if restarts == most:
+                again = f" ({restarts} times since step {step}; first: {first})" if restarts and first != why else ""
+                if why:
+                    _say(f"{why}{again}; {_going_on(ready.config)}")
                 return FAILED
-            continue
-        if final != FAILED:
-            return final
-        why = _killed(ended, kills, ready.folder)
-        step, where = _newest(ready.config)
-        if step > reached:  # what was in the way is past
-            restarts, reached, first = 0, step, why
-        if restarts == most:
-            again = f" ({restarts} times since step {step}; first: {first})" if restarts and first != why else ""
-            if why:
-                _say(f"{why}{again}; {_going_on(ready.config)}")
-            return FAILED
-        restarts += 1
-        _say(f"{why or 'a rank failed'}; starting again from {where} ({restarts} of {most})")
+            restarts += 1
+            _say(f"{why or 'a rank failed'}; starting again from {where} ({restarts} of {most})")
+            incident = Incident(why or "a rank failed", ended.noticed, {})
+            incident.mark("end of the others")
+
+
+def _has_remedy(ready: checks.Ready, nproc: int, device: torch.device) -> bool:
+    """Look for settings that need less memory, and say them; return whether the next start has them."""
+    from trueshard.train.run.out_of_memory import find_remedy
+
+    remedy = find_remedy(ready.config, ready.architecture, nproc, nproc, device)
+    if remedy is not None:
+        _say(remedy.message)
+    return remedy is not None and remedy.settings is not None
+
+
+class _Starts:
+    """Starts the workers of a run, and spares of them once they have taken a step."""
+
+    def __init__(self, ready: checks.Ready, arguments: Sequence[str], nproc: int) -> None:
+        self._folder, self._nproc, self._has_spares = ready.folder, nproc, bool(ready.config.run.spares)
+        self._command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
+        self._spares: Spares | None = None
+        self._smallest = 0
+        """Size of `metrics.jsonl` before the first step of this start, which first takes lines away."""
+
+    def run(self, incident: Incident | None) -> Ended:
+        """Run the command line once as workers, which meet at a store of this process; see how they end."""
+        for record in self._folder.glob(f"{RECORDS}*"):  # of an earlier start
+            record.unlink()
+        problem = "no port of localhost can be opened, at which ranks meet"
+        with explained(problem, "see `trueshard doctor`", RuntimeError):
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        environment = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": RUN_ID + uuid.uuid4().hex,
+            **{name: os.environ.get(name, value) for name, value in _nccl_variables(self._folder).items()},
+            **({} if incident is None else incident.variables()),
+        }
+        spares, self._spares, self._smallest = self._spares, None, self._size()
+        try:
+            return run_ranks(
+                self._command,
+                self._nproc,
+                environment=environment,
+                grace=STOP_GRACE,
+                spares=spares,
+                meanwhile=self._prepare,
+            )
+        finally:
+            if spares is not None:
+                spares.close()
+
+    def _prepare(self) -> None:
+        """Start spares, if there are to be any: not sooner than a step is done, which they would hold up."""
+        if self._has_spares and self._spares is None:
+            self._smallest = min(self._smallest, self._size())
+            if self._size() > self._smallest:
+                self._spares = Spares(self._command, self._nproc)
+
+    def _size(self) -> int:
+        try:
+            return (self._folder / METRICS).stat().st_size
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        """End spares that were not needed."""
+        if self._spares is not None:
+            self._spares.close()
 
 
 def _end_memory(config: Config) -> None:
-    """Leave nothing in memory: what no checkpoint has as new goes to the run's folder, where the next start finds it."""
+    """Leave nothing in memory: what no checkpoint has as new goes to the run's folder, for the next start."""
     if config.train.memory_every is not None:
         on_disk = checks.checkpoints_of(config).steps()
         step = move_to_disk(config.run.folder, checks.on_disk(config), on_disk[-1] if on_disk else 0)
         if step:
-            _say(
-                f"step {step} was in memory, and is in {checks.on_disk(config)} now, from which the same command goes on"
-            )
-
-
-def _launch(arguments: Sequence[str], nproc: int, folder: Path) -> Ended:
-    """Run the command line `arguments` once as `nproc` workers, which meet at a store of this process."""
-    for record in folder.glob(f"{RECORDS}*"):  # of an earlier start
-        record.unlink()
-    with explained("no port of localhost can be opened, at which ranks meet", "see `trueshard doctor`", RuntimeError):
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": RUN_ID + uuid.uuid4().hex,
-        **{name: os.environ.get(name, value) for name, value in _nccl_variables(folder).items()},
-    }
-    command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
-    return run_ranks(command, nproc, environment=environment, grace=STOP_GRACE)
+            _say(f"the same command goes on from step {step}, which is now in {checks.on_disk(config)}")
 
 
 def _nccl_variables(folder: Path) -> dict[str, str]:

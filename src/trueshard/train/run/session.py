@@ -40,6 +40,7 @@ from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.preference import PreferenceLoss
 from trueshard.train.run import checks, resuming
 from trueshard.train.run.checks import Ready, checkpoints_of
+from trueshard.train.run.incidents import Incident, IncidentReport
 from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
 
 PROFILED = (3, 5)
@@ -49,16 +50,30 @@ DOCUMENT = 16
 
 
 def train(
-    ready: Ready, device: torch.device, wants_stop: Callable[[], bool], *, profile: bool = False, override: bool = False
+    ready: Ready,
+    device: torch.device,
+    wants_stop: Callable[[], bool],
+    *,
+    profile: bool = False,
+    override: bool = False,
+    incident: Incident | None = None,
 ) -> int:
-    """Train from the run's newest checkpoint, or from the start, to the last step; return the exit code. Collective."""
+    """Train from the run's newest step, or from the start, to the last one; return the exit code. Collective.
+
+    ``incident``: because of which this rank was started anew.
+    """
     config = ready.config
     trainer, plan = build_trainer(ready, wants_stop, device=device, profile=profile)
     is_first = trainer.rank == 0
     if is_first:
         print(plan)
         print(_describe(ready, trainer), flush=True)
+    if incident is not None:
+        incident.mark("model")
     _resume(ready, trainer, override)
+    if incident is not None:
+        incident.mark("state")
+        trainer.callbacks.insert(0, IncidentReport(incident))
     if is_first:  # only now: a run that cannot resume must not change what the next start compares with
         resuming.write_settings(config, plain_settings(ready.architecture), trainer.step)
         if device.type == "cpu":  # elsewhere it was written with its forecast

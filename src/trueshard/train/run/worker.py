@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import io
 import os
 import signal
 import sys
@@ -27,10 +28,12 @@ import torch
 import torch.distributed as dist
 
 from trueshard.errors import RankFailed, UserError, one_line, printed, raised_in
-from trueshard.launching import FAILED, STOPPED, USER_ERROR
+from trueshard.launching import FAILED, SPARE, STOPPED, USER_ERROR, wait_to_begin
 from trueshard.train.config import Config
+from trueshard.train.models.build import build
 from trueshard.train.run import out_of_memory, resuming
 from trueshard.train.run.checks import Ready, check, held, tell_changes, tell_if_complete
+from trueshard.train.run.incidents import Incident
 from trueshard.train.run.session import train
 from trueshard.train.run.world import World, join
 
@@ -99,6 +102,8 @@ class _Worker:
         self.config, self.override, self.profile, self.replayed = config, override, profile, replayed
         self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.stop = StopRequest()
+        self.incident = Incident.told(os.environ)
+        """What was lost, if this rank was started because of that."""
         self.world: World | None = None
         """Set once the ranks have met."""
         self.ready: Ready | None = None
@@ -111,6 +116,9 @@ def work(
     config: Config, *, override: bool = False, profile: bool = False, replayed: Replayed | None = None
 ) -> NoReturn:
     """Run this process's rank of the training, or replay a step; end the process with the exit code of the run."""
+    if SPARE in os.environ:
+        _warm_up(config)
+        wait_to_begin()
     worker = _Worker(config, override, profile, replayed)
     with contextlib.ExitStack() as locks:
         end = _run(worker, locks)
@@ -121,8 +129,11 @@ def work(
 
 def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     try:
+        _mark(worker, "start of processes")
         worker.world = world = join(os.environ, worker.config.run.timeout)
+        _mark(worker, "meeting")
         worker.ready = ready = _check_together(worker, world, locks)
+        _mark(worker, "checks")
         if ready.config.train.exact:
             _fix_kernels(world.device)
         if worker.replayed is not None:
@@ -134,7 +145,8 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
         else:
             worker.meter = out_of_memory.MemoryMeter(world.device, world.local_size)
             stop = worker.stop.requested
-            code = train(ready, world.device, stop, profile=worker.profile, override=worker.override)
+            options = {"profile": worker.profile, "override": worker.override}
+            code = train(ready, world.device, stop, incident=worker.incident, **options)
         dist.destroy_process_group()
         if code == STOPPED and world.by_one_torchrun:
             return _End(0)
@@ -153,6 +165,18 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
                 hold_back=True,
             )
         return _End(FAILED, f"trueshard: rank {worker.rank} failed:\n{traceback.format_exc()}")
+
+
+def _warm_up(config: Config) -> None:
+    """Do what a rank does before it needs the others, for what that imports and compiles; nothing of it is kept."""
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        ready = check(config, int(os.environ["WORLD_SIZE"]), make=False, override=True)
+        build(ready.config, ready.architecture)
+
+
+def _mark(worker: _Worker, part: str) -> None:
+    if worker.incident is not None:
+        worker.incident.mark(part)
 
 
 def _fix_kernels(device: torch.device) -> None:

@@ -1,0 +1,85 @@
+"""Incidents: a lost process, and what it cost from then to the end of the first step after it, by part."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trueshard.train.trainer import Callback, Trainer
+
+VARIABLE = "TRUESHARD_INCIDENT"
+"""Environment variable by which our launcher tells the next workers why they are started."""
+
+
+class Incident:
+    """An incident, as a worker that is started because of it sees it."""
+
+    def __init__(self, what: str, since: float, parts: Mapping[str, float]) -> None:
+        self.what = what
+        """In words: who was lost, and how."""
+        self.parts = dict(parts)
+        """What took time → seconds, in order."""
+        self._since = since
+        self._last = since + sum(self.parts.values())
+
+    @classmethod
+    def told(cls, environment: Mapping[str, str]) -> Incident | None:
+        """Return the incident because of which this process was started; None if it was the first start."""
+        if VARIABLE in environment:
+            return cls(**json.loads(environment[VARIABLE]))
+        if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun does not say more
+            return cls("a process was lost", time.time(), {})
+        return None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that tell the next workers."""
+        return {VARIABLE: json.dumps({"what": self.what, "since": self._since, "parts": self.parts})}
+
+    def mark(self, part: str) -> None:
+        """Count the time since the mark before as that of ``part``."""
+        now = time.time()  # not of one process alone, as a monotonic clock may be
+        self.parts[part] = round(now - self._last, 3)
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the loss to the last mark."""
+        return round(self._last - self._since, 3)
+
+
+class IncidentReport(Callback):
+    """Says what an incident cost, once the first step after it is done, and puts it into the record of that step."""
+
+    def __init__(self, incident: Incident) -> None:
+        self._incident: Incident | None = incident
+        self._origin = ""
+
+    def on_start(self, trainer: Trainer) -> None:
+        in_memory = trainer.snapshots is not None and trainer.snapshots.step == trainer.step
+        self._origin = f"step {trainer.step} {'in memory' if in_memory and trainer.step else 'on disk'}"
+
+    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        incident, self._incident = self._incident, None
+        if incident is None:
+            return
+        incident.mark("first step")
+        record["incident"], record["incident_seconds"] = incident.what, incident.seconds
+        record["incident_parts"] = incident.parts
+        if trainer.rank == 0:
+            parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in incident.parts.items())
+            print(f"Went on from {self._origin} in {incident.seconds:.1f} s ({parts}): {incident.what}", flush=True)
+
+
+def process_started() -> float:
+    """Return the time at which this process began, where the system tells; else now."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime", encoding="ascii") as file:
+            up = float(file.read().split()[0])
+        return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()
