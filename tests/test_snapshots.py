@@ -6,6 +6,8 @@ Setups are those of checkpoints. They are saved by processes that are gone when 
 from __future__ import annotations
 
 import os
+import signal
+import stat
 import traceback
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 import trueshard
 from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
-from parity import Pool, Ranks, assert_same
+from parity import Pool, RankFailure, Ranks, assert_same
 from trueshard.checkpoint.snapshot_parts import ROOT, folder_of, parts_in
 
 FEW = ("by owner and by element", "dropout")
@@ -111,3 +113,122 @@ def test_every_setup_goes_on_at_any_number_of_ranks(source: str, layout: str, po
     turn = [*WAYS, ("3", "3"), ("2 × 2", "2 × 2")].index((source, layout))
     names = [name for at, name in enumerate(SETUPS) if at % 3 == turn % 3 and name not in FEW]
     _hold(pool, tmp_path, names, source, layout)
+
+
+# Hosts, damage, room
+
+
+def _trained(rank: int, world_size: int, steps: int = 2) -> tuple[Any, Any, Any]:
+    setup = SETUPS["by owner and by element"]
+    model, optimizer = started(setup, LAYOUTS["2"])
+    seed(rank)
+    go_on(setup, model, optimizer, rank, world_size, range(steps))
+    return setup, model, optimizer
+
+
+def save_on_hosts(rank: int, world_size: int, folder: str, copies: int) -> list[Any]:
+    """Two steps, on a host for every two ranks; what was there after each."""
+    setup, model, optimizer = _trained(rank, world_size)
+    snapshots = _snapshots(Path(folder, f"host{rank // 2}"), "hosts", copies=copies)
+    expected = []
+    for step in (1, 2):
+        go_on(setup, model, optimizer, rank, world_size, [step])
+        snapshots.save(step, model=model, optimizer=optimizer)
+        expected.append(everything(model, optimizer))
+    snapshots.wait()
+    return expected
+
+
+def load_on_hosts(rank: int, world_size: int, folder: str) -> tuple[int | None, Any]:
+    """What is found by new processes."""
+    _, model, optimizer = _trained(rank, world_size)
+    scribble(model, optimizer)
+    snapshots = _snapshots(Path(folder, f"host{rank // 2}"), "hosts", copies=1)
+    result = snapshots.load(model=model, optimizer=optimizer)
+    return snapshots.step, None if result is None else everything(model, optimizer)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("after", [3, 4])
+def test_a_lost_host_loses_nothing_that_the_next_one_has(ranks: int, after: int, pool: Pool, tmp_path: Path) -> None:
+    saved = Ranks(ranks, pool).run(save_on_hosts, str(tmp_path), 1)
+    pool.drop(list(pool.workers.values()))
+    for file in (tmp_path / "host1").rglob("rank-*"):
+        file.unlink()
+    for rank, (step, state) in enumerate(Ranks(after, pool).run(load_on_hosts, str(tmp_path))):
+        assert step == 2
+        assert_same(state, saved[min(rank, ranks - 1) if ranks == after else 0][1])
+
+
+@pytest.mark.rest
+def test_a_host_without_copies_is_lost_and_every_host_has_its_own(pool: Pool, tmp_path: Path) -> None:
+    saved = Ranks(4, pool).run(save_on_hosts, str(tmp_path), 0)
+    for step, state in Ranks(2, pool).run(load_on_hosts, str(tmp_path)):  # on one host: the other's is not there
+        assert (step, state) == (None, None)
+    for rank, (step, state) in enumerate(Ranks(4, pool).run(load_on_hosts, str(tmp_path))):
+        assert step == 2
+        assert_same(state, saved[rank][1])
+
+
+def save_here(rank: int, world_size: int, folder: str) -> list[Any]:
+    setup, model, optimizer = _trained(rank, world_size)
+    snapshots = _snapshots(Path(folder, "host0"), "hosts")
+    expected = []
+    for step in (1, 2):
+        go_on(setup, model, optimizer, rank, world_size, [step])
+        snapshots.save(step, model=model, optimizer=optimizer)
+        expected.append(everything(model, optimizer))
+    snapshots.wait()
+    return expected
+
+
+def _damaged(part: Path) -> None:
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+
+
+DAMAGE = {
+    "a bit": _damaged,
+    "the end": lambda part: os.truncate(part, part.stat().st_size // 2),
+    "the record": lambda part: part.with_suffix(".json").unlink(),
+    "half of the record": lambda part: os.truncate(part.with_suffix(".json"), 99),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_part_that_is_not_whole_leaves_the_step_before(what: str, pool: Pool, tmp_path: Path) -> None:
+    saved = Ranks(2, pool).run(save_here, str(tmp_path))
+    (part,) = (tmp_path / "host0").glob("*/slot-1/rank-00001")
+    DAMAGE[what](part)
+    for rank, (step, state) in enumerate(Ranks(2, pool).run(load_on_hosts, str(tmp_path))):
+        assert step == 1
+        assert_same(state, saved[rank][0])
+
+
+def test_no_other_user_can_read_a_snapshot_or_put_one_there(pool: Pool, tmp_path: Path) -> None:
+    Ranks(2, pool).run(save_here, str(tmp_path))
+    (folder,) = (tmp_path / "host0").iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(RankFailure, match="not a folder of this user alone"):
+        Ranks(2, pool).run(save_here, str(tmp_path))
+
+
+def save_twice(rank: int, world_size: int, folder: str) -> None:
+    """A save whose other rank is killed while it is under way."""
+    setup, model, optimizer = _trained(rank, world_size)
+    snapshots = _snapshots(Path(folder, "host0"), "hosts")
+    for step in range(1, 100):
+        go_on(setup, model, optimizer, rank, world_size, [step])
+        snapshots.save(step, model=model, optimizer=optimizer)
+        if step == 7 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_while_it_saves_loses_one_step_at_most(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        Ranks(2, pool).run(save_twice, str(tmp_path))
+    steps = {step for step, _ in Ranks(2, pool).run(load_on_hosts, str(tmp_path))}
+    assert steps in ({6}, {7})
