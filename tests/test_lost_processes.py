@@ -1,0 +1,121 @@
+"""Processes are lost at random moments, and the run is the one that nobody touched: to the last byte.
+
+Ranks are forks that run what `trueshard train` runs. Moments, ranks and signals are drawn by seed; what a launcher does
+is done by the test: start all ranks again. How the launcher does it stands in ``test_lost_launched.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity import Pool, RankFailure, Ranks
+from test_recipes import overrides_of, trained
+from trueshard.checkpoint.snapshot_parts import ROOT
+from trueshard.checkpoint.snapshots import newest_parts
+
+EACH_STEP = ("train.memory_every=1", "train.checkpoint_every=1000")
+PRETRAIN = (*overrides_of("pretrain"), "evaluation.every=50", "train.batch_size=8", "model.fields.hidden_size=32")
+#: Recipe, settings, steps, losses of a process.
+WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
+    "text": ("pretrain", PRETRAIN, 40, 10),
+}
+REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
+    "text, for long": ("pretrain", PRETRAIN, 200, 50),
+    "exact": ("pretrain", (*PRETRAIN, "train.exact=true"), 30, 6),
+    "tensor": ("tensor", overrides_of("tensor"), 12, 4),
+    "chats": ("sft", overrides_of("sft"), 12, 4),
+    "LoRA": ("lora", overrides_of("lora"), 12, 4),
+    "preferences": ("dpo", overrides_of("dpo"), 12, 4),
+    "images": ("frozen_vision", overrides_of("frozen_vision"), 8, 3),
+    "answers": ("grpo", (), 6, 3),
+}
+
+
+def run_once(rank: int, world_size: int, root: str, *arguments: Any) -> dict[str, Any]:
+    os.environ[ROOT] = root
+    return trained(rank, world_size, *arguments)
+
+
+def steps_of(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def until_done(
+    pool: Pool, ranks: Ranks, folder: Path, name: str, words: tuple[str, ...], draws: random.Random, losses: list[int]
+) -> int:
+    """Run with a process lost whenever so many steps are reached; return the steps that were done twice."""
+    again = 0
+    while True:
+        result: list[BaseException | None] = []
+
+        def attempt(result: list[BaseException | None] = result) -> None:
+            try:
+                ranks.run(run_once, os.environ[ROOT], name, str(folder), words, timeout=240)
+                result.append(None)
+            except RankFailure as error:
+                result.append(error)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        while losses and steps_of(folder) < losses[0] and thread.is_alive():
+            time.sleep(0.005)
+        if losses and thread.is_alive():
+            losses.pop(0)
+            time.sleep(draws.random() * 0.1)
+            victim = pool.workers[draws.randrange(ranks.count)].process.pid
+            os.kill(victim, draws.choice([signal.SIGKILL, signal.SIGSEGV]))
+            thread.join()
+            parts = newest_parts(folder, folder / "memory")
+            again += steps_of(folder) - (parts[0].step if parts else 0)
+        else:
+            thread.join()
+            if result[0] is None:
+                return again
+            raise result[0]
+
+
+def hold(way: tuple[str, tuple[str, ...], int, int], pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, words, steps, count = way
+    memory = folder / "memory"
+    memory.mkdir()
+    monkeypatch.setenv(ROOT, str(memory))
+    ranks, draws = Ranks(2, pool), random.Random(name)
+    words = (*words, f"train.steps={steps}")
+    undisturbed = ranks.run(run_once, str(memory), name, str(folder / "undisturbed"), words, timeout=240)[0]
+    assert undisturbed["code"] == 0
+    losses = sorted(draws.randrange(1, steps) for _ in range(count))
+    again = until_done(pool, ranks, folder / "run", name, (*words, *EACH_STEP), draws, losses)
+    assert not losses
+    assert again <= count
+    ends = [folder / run / "checkpoints" / f"step-{steps:08d}" for run in ("undisturbed", "run")]
+    files = sorted(path.relative_to(ends[0]) for path in ends[0].rglob("*.safetensors"))
+    assert files
+    for file in files:
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+    assert list(memory.iterdir()) == []
+    assert not (folder / "run" / "memory").exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_whose_processes_are_lost_is_the_undisturbed_one(
+    way: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(WAYS[way], pool, tmp_path, monkeypatch)
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", REST)
+def test_every_recipe_whose_processes_are_lost_is_the_undisturbed_one(
+    way: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(REST[way], pool, tmp_path, monkeypatch)
