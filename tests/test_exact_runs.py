@@ -74,6 +74,36 @@ def test_a_watch_over_replicas_ends_the_run_and_names_the_rank(tmp_path: Path) -
     assert len(metrics(folder)) < 7
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_with_snapshots_a_step_whose_replicas_differ_is_taken_again_once(ranks: int, tmp_path: Path) -> None:
+    """The fault of one moment is past; that of a machine comes back at the same step, and ends the run."""
+    words = "steps = 12\nwatch_replicas = 1\nmemory_every = 1"
+    curves = []
+    for name, moment in (("untouched", "False"), ("once", "not os.path.exists('flipped')"), ("always", "True")):
+        folder = project(tmp_path / name)
+        text = CONFIG.replace("steps = 40", words).replace("batch_size = 8", "batch_size = 12")
+        text = text.replace('decay = "constant"', 'class = "flip.Flip"')
+        (folder / "train.toml").write_text(text + f"[shard]\nreplicate = {ranks}\n")
+        once = (
+            f"        if self.last_epoch == 4 and {moment} and dist.get_rank() == 2:\n            open('flipped', 'w')"
+        )
+        flip = FLIP.replace("        if self.last_epoch == 4 and dist.get_rank() == 2:", once)
+        (folder / "flip.py").write_text(flip.replace("import torch,", "import os, torch,"))
+        paths = f"{Path(trueshard.__file__).parents[1]}:{folder}"
+        code, out, err = end(start(folder, "--nproc", str(ranks), PYTHONPATH=paths, TRUESHARD_MEMORY=str(tmp_path)))
+        assert (code == 0) == (name != "always"), out + err
+        told = ("step 4", "rank 2 holds", "taken again from step 3") if name != "untouched" else ("Files made",)
+        assert lacking(out + err, *told) == [], out + err
+        curves.append([(record["loss"], record["grad_norm"]) for record in metrics(folder)])
+        assert ["incident" in record for record in metrics(folder)] == [
+            name == "once" and step == 4 for step in range(1, len(curves[-1]) + 1)
+        ]
+    assert curves[0] == curves[1]
+    assert len(curves[2]) == 3
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("trueshard-")] == []
+
+
 VERIFIED = """
 import os, torch
 from torch import nn

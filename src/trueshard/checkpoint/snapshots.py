@@ -157,7 +157,14 @@ class Snapshots:
     @own_errors()
     @torch.no_grad()
     def load(
-        self, *, model: Any = None, optimizer: Any = None, after: int = -1, rng: bool = True, **more: Any
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        after: int = -1,
+        before: int | None = None,
+        rng: bool = True,
+        **more: Any,
     ) -> Found | None:
         """Load the newest snapshot, in place; its number is in ``step`` then. Collective.
 
@@ -165,6 +172,7 @@ class Snapshots:
             model: as in ``trueshard.load``.
             optimizer: as in ``trueshard.load``.
             after: load one of a later step than this alone, such as that of the newest checkpoint on disk.
+            before: load one of an earlier step than this alone, such as one at which a fault was found.
             rng: restore this rank's random generators.
             more: as in ``trueshard.load``.
 
@@ -178,7 +186,7 @@ class Snapshots:
         self.wait()
         background.wait()
         group = state.group_of(model)
-        parts = _Meeting(group, self._folders).newest(after, layout_of(model))
+        parts = _Meeting(group, self._folders).newest(after, before, layout_of(model))
         if parts is None:
             return None
         options = {"strict": True, "verify": False, "rng": rng, "convert": False, "allow_pickle": False}
@@ -302,10 +310,10 @@ class _Meeting:
         self._hosts = [host for host, _ in everyone]
         self._on_host = dict(everyone)
 
-    def newest(self, after: int, layout: int) -> _Parts | None:
-        """Return the parts of the newest whole snapshot whose step is after ``after``, or None. Collective."""
+    def newest(self, after: int, before: int | None, layout: int) -> _Parts | None:
+        """Return the parts of the newest whole snapshot of a step between the two, or None. Collective."""
         held = {name for names in self._on_host.values() for name in names}
-        whole = {(step, made_by, ranks) for step, made_by, ranks, _ in held if step > after}
+        whole = {(step, made_by, ranks) for step, made_by, ranks, _ in held if after < step < (before or step + 1)}
         for step, made_by, ranks in sorted(whole, reverse=True):
             if any((step, made_by, ranks, rank) not in held for rank in range(ranks)):
                 continue

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
+from trueshard.checkpoint.hashing import check_replicas
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.checkpoint.snapshots import Snapshots
 from trueshard.distributed import all_reduce_on_hosts, device_of
-from trueshard.errors import TrueShardError
+from trueshard.errors import ReplicasDiffer, TrueShardError
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
 from trueshard.optim.norms import clip_grad_norm_
@@ -223,6 +224,9 @@ class Trainer:
         self._saved_step = -1
         """Step of the newest checkpoint, so that the end of the run does not write it again."""
         self._reader = EndlessLoader(loader)
+        self._fault_at, self._fault = -1, ""
+        """The step at which replicas differed last, and how. At the same step again, the machine is at fault for good;
+        of a step that is taken again, the fault is in the record."""
 
     def fit(self) -> bool:
         """Take the steps that are left; return True if the run is complete. Collective."""
@@ -238,7 +242,11 @@ class Trainer:
                 # No evaluation because of a stop: a resumed run is to be the same as one that never stopped.
                 if self.evaluation is not None and (self.step == self.steps or self._due(self.evaluate_every)):
                     record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
-                self._tell("on_step", record)
+                try:
+                    self._tell("on_step", record)
+                except ReplicasDiffer as error:
+                    self._step_back(error)
+                    continue
                 last = self.step == self.steps or bool(self.stopped)
                 score = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
                 self._stall = self._keep(score)
@@ -289,6 +297,7 @@ class Trainer:
         if wishes:
             self.stop("asked to")
         stalled, self._stall = self._stall, 0.0
+        fault, self._fault = self._fault, ""
         return {
             "step": self.step,
             "loss": loss,
@@ -300,6 +309,7 @@ class Trainer:
             "seconds": time.perf_counter() - began,
             "data_wait": waited,
             "checkpoint_stall": stalled,
+            **({"incident": fault} if fault else {}),
         }
 
     def _draws(self, number: int) -> AbstractContextManager[None]:
@@ -429,6 +439,28 @@ class Trainer:
             self.load_state_dict(result["trainer"])
             self._saved_step = self.step
         return result
+
+    def _step_back(self, error: ReplicasDiffer) -> None:
+        """Load the newest step in memory whose replicas are equal; raise ``error`` if there is none. Collective.
+
+        A copy of the state may have been made after a bit flipped, and before that was seen; then it has it, too.
+        """
+        failed, limit = self.step, self.step
+        while self.snapshots is not None and self._fault_at != failed:
+            result = self.snapshots.load(model=self.model, optimizer=self.optimizer, before=limit)
+            if result is None:
+                break
+            limit = result["trainer"]["step"]
+            try:
+                check_replicas(self.model, self.optimizer)
+            except ReplicasDiffer:
+                continue
+            self.load_state_dict(result["trainer"])
+            self._fault_at, self._fault = failed, str(error)
+            if self.rank == 0:
+                print(f"step {failed}: {error}; taken again from step {self.step} in memory", flush=True)
+            return
+        raise error
 
     def _keep(self, evaluation: float) -> float:
         """Keep a snapshot if it is time; return the seconds that training stood still. Collective."""

@@ -85,6 +85,12 @@ def train(
             complete = trainer.fit()
     except NonFiniteLoss as error:
         raise UserError(f"{error}. Lower optimizer.lr, or set train.skip_nonfinite to leave such steps out") from error
+    except ReplicasDiffer as error:
+        equal = trainer.step - (config.train.watch_replicas or 1)
+        raise UserError(
+            f"step {trainer.step}: {error}: its memory or processor is faulty. The checkpoints of up to step {equal} "
+            "were made when replicas were equal: take the machine out, delete later ones, and start again"
+        ) from error
     is_stopped = not complete and trainer.stopped == "asked to"
     if not is_stopped:
         _finish(ready, trainer)
@@ -376,19 +382,11 @@ class StateHashes(Callback):
 
 
 class ReplicaWatch(Callback):
-    """Compare replicas after every ``every``-th step, before it is saved; end the run if one differs."""
+    """Compare replicas after every ``every``-th step, before it is saved; a difference raises ``ReplicasDiffer``."""
 
     def __init__(self, every: int) -> None:
         self._every = every
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.step % self._every:
-            return
-        try:
+        if trainer.step % self._every == 0:
             check_replicas(trainer.model, trainer.optimizer)
-        except ReplicasDiffer as error:
-            raise UserError(
-                f"step {trainer.step}: {error}: its memory or processor is faulty. The checkpoints of up to step "
-                f"{trainer.step - self._every} were made when replicas were equal: take the machine out, delete later "
-                "ones, and start again"
-            ) from error
