@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed", "plans"),
     ("options",),
     ("_torch",),
-    ("axes", "files", "launching", "machine", "text"),
+    ("axes", "launching", "machine", "text"),
+    ("files",),
     ("errors",),
 )

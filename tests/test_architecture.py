@@ -229,7 +229,7 @@ def test_words_of_styles_resharding_and_precision_are_compared_in_their_tables_a
 #: The command line, and what `trueshard train` and `trueshard doctor` show on a terminal.
 TERMINAL = {
     *("doctor.processes", "train.data.building", "train.data.cutting", "train.data.prepared"),
-    *("train.run.checks", "train.run.launcher"),
+    *("train.run.checks", "train.run.incidents", "train.run.launcher"),
     *("train.run.replay", "train.run.session", "train.run.worker"),
     *("train.metrics.step_metrics", "train.metrics.terminal", "train.metrics.trackers"),
 }

@@ -1,4 +1,4 @@
-"""Processes of a launcher are lost, and it goes on from memory: a row each, to the bytes of a run that nobody touched."""
+"""Processes of a launcher are lost, and it goes on from memory: a row each, to the bytes of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -6,12 +6,15 @@ is done by the test: start all ranks again. How the launcher does it stands in `
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -46,7 +49,8 @@ def run_once(rank: int, world_size: int, root: str, *arguments: Any) -> dict[str
 
 def steps_of(folder: Path) -> int:
     file = folder / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def until_done(
@@ -61,19 +65,21 @@ def until_done(
             try:
                 ranks.run(run_once, os.environ[ROOT], name, str(folder), words, timeout=240)
                 result.append(None)
-            except RankFailure as error:
+            except (RankFailure, UnpicklingError) as error:  # killed while it sent its answer
                 result.append(error)
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        while losses and steps_of(folder) < losses[0] and thread.is_alive():
+        while losses and (steps_of(folder) < losses[0] or len(pool.workers) < ranks.count) and thread.is_alive():
             time.sleep(0.005)
         if losses and thread.is_alive():
             losses.pop(0)
             time.sleep(draws.random() * 0.1)
-            victim = pool.workers[draws.randrange(ranks.count)].process.pid
-            os.kill(victim, draws.choice([signal.SIGKILL, signal.SIGSEGV]))
+            victim, number = draws.randrange(ranks.count), draws.choice([signal.SIGKILL, signal.SIGSEGV])
+            with suppress(ProcessLookupError):
+                os.kill(pool.workers[victim].process.pid, number)
             thread.join()
+            pool.drop(list(pool.workers.values()))
             parts = newest_parts(folder, folder / "memory")
             again += steps_of(folder) - (parts[0].step if parts else 0)
         else:

@@ -145,7 +145,7 @@ class Staging:
 
 
 _staging = Staging()
-"""Of ``save``, of which one runs at a time."""
+"""Memory of ``save``: one runs at a time."""
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Part:
-    """What a record says, and where it is."""
+    """Content of a record, and its place."""
 
     folder: Path
     """The slot."""

@@ -82,9 +82,9 @@ class Snapshots:
         """Step of the snapshot that was saved or loaded last; None: none was."""
         self._copies = copies
         self._folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
-        """Where parts may be: in memory, and on the disk."""
+        """Places where parts may be: in memory, and on the disk."""
         self._folder = self._folders[0]
-        """Where new files are made."""
+        """Place of new files."""
         self._next = 0
         """Slot that the next save writes to."""
         self._made_by = ""
@@ -348,8 +348,7 @@ class _Meeting:
         everyone = self._group.attempt(_FAILED, lambda: (told, as_before))
         texts = {rank: text for told_there, _ in everyone for rank, text in told_there.items()}
         records = [Part.parse(Path(), f"rank-{rank:05d}", texts[rank]) for rank in range(ranks)]
-        alone = all(same for _, same in everyone)
-        """Whether each rank needs its own part alone."""
+        alone = all(same for _, same in everyone)  # each rank needs its own part, and no other
         for rank in range(ranks):
             needing = [
                 host

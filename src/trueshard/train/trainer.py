@@ -36,6 +36,7 @@ from trueshard.sharding.engine import accumulate
 from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
 from trueshard.sharding.tokens import token_mean
+from trueshard.text import logger
 from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.losses import Loss, Mean
 
@@ -458,7 +459,7 @@ class Trainer:
             self.load_state_dict(result["trainer"])
             self._fault_at, self._fault = failed, str(error)
             if self.rank == 0:
-                print(f"step {failed}: {error}; taken again from step {self.step} in memory", flush=True)
+                logger.warning("step %d: %s; taken again from step %d in memory", failed, error, self.step)
             return
         raise error
 

@@ -19,9 +19,9 @@ class Incident:
 
     def __init__(self, what: str, since: float, parts: Mapping[str, float]) -> None:
         self.what = what
-        """In words: who was lost, and how."""
+        """Words: who was lost, and how."""
         self.parts = dict(parts)
-        """What took time → seconds, in order."""
+        """Word for what took time → seconds, in order."""
         self._since = since
         self._last = since + sum(self.parts.values())
 

@@ -103,7 +103,7 @@ class _Worker:
         self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.stop = StopRequest()
         self.incident = Incident.told(os.environ)
-        """What was lost, if this rank was started because of that."""
+        """Set if this rank was started because another was lost."""
         self.world: World | None = None
         """Set once the ranks have met."""
         self.ready: Ready | None = None
