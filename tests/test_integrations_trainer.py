@@ -335,6 +335,21 @@ def test_axes_of_a_parallelism_config(count: int, axis: str, alone: Ranks, ranks
         assert_same(found, expected, rtol=3e-4, atol=2e-5)
 
 
+def smoothed(rank: int, world_size: int, folder: str) -> None:
+    trainer = made(rank, world_size, folder, shard={"context": 2}, label_smoothing_factor=0.1)
+    with pytest.raises(trueshard.TrueShardError, match="label_smoother: "):
+        trainer.train()
+    trainer = made(rank, world_size, folder, shard={"context": 2})
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+    with pytest.raises(trueshard.TrueShardError, match="compute_loss_func: "):
+        trainer.train()
+
+
+@pytest.mark.rest
+def test_losses_that_shift_labels_refuse_to_share_sequences(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(smoothed, str(tmp_path))
+
+
 # What is refused
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from cases import on_ranks
 from parity import Ranks, assert_same
 from trainers import BATCH, SETTINGS, STEPS, curve, folder_of, language_model, launched, whole_weights
+from trueshard import TrueShardError
 
 WORDS = ("a cat", "the dog sat", "one two", "red", "blue sky", "why not")
 
@@ -207,7 +208,7 @@ def resumed(rank: int, world_size: int, folder: str, base: str, name: str, kind:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "rloo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
 def test_a_run_resumes_at_three_ranks(
     name: str, kind: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path
 ) -> None:
@@ -219,6 +220,50 @@ def test_a_run_resumes_at_three_ranks(
             assert_same(
                 evaluation, expected[1], rtol=5e-3, atol=1e-5
             )  # a mean over ranks' means, of samples of any length
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_of_gkd_resumes(kind: str, ranks2: Ranks, tmp_path: Path) -> None:
+    base = str(folder_of(language_model(), tmp_path / "base"))
+    (expected, _) = ranks2.run(resumed, str(tmp_path / "plain"), base, "gkd", kind, False, 0)
+    for at in (0, 2):
+        for found in ranks2.run(resumed, str(tmp_path / "run"), base, "gkd", kind, True, at):
+            assert_same(found, expected, rtol=2e-4, atol=1e-5)
+
+
+def with_context(rank: int, world_size: int, folder: str, base: str, name: str, sharded: bool) -> Any:
+    from accelerate.utils import ParallelismConfig
+
+    words: dict[str, Any] = {"prediction_loss_only": True, "per_device_train_batch_size": BATCH}
+    if sharded:
+        sizes = ParallelismConfig(dp_shard_size=world_size // 2, cp_size=2)
+        words |= {"parallelism_config": sizes, "per_device_train_batch_size": BATCH * 2 // world_size}
+    trainer = made(rank, world_size, folder, base, name, "full", sharded, **words)
+    trainer.train()
+    return (curve(trainer), whole_weights(trainer.model)), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.rest
+def test_ranks_share_sequences_of_sft(alone: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    base = str(folder_of(language_model(), tmp_path / "base"))
+    ((expected, expected_loss),) = alone.run(with_context, str(tmp_path / "one"), base, "sft", False)
+    for count, mean_of_means in ((2, 3e-4), (4, 5e-3)):
+        ranks = Ranks(count, ranks4.pool)
+        for found, loss in ranks.run(with_context, str(tmp_path / str(count)), base, "sft", True):
+            assert_same(found, expected, rtol=3e-4, atol=2e-5)
+            assert_same(loss, expected_loss, rtol=mean_of_means)
+
+
+def refused_context(rank: int, world_size: int, folder: str, base: str, name: str) -> None:
+    with pytest.raises(TrueShardError, match=r"cp_size: .*Trainer's loss is of whole sequences"):
+        with_context(rank, world_size, folder, base, name, True)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["dpo", "kto", "gkd"])
+def test_other_losses_refuse_to_share_sequences(name: str, ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(refused_context, str(tmp_path), str(folder_of(language_model(), tmp_path / "base")), name)
 
 
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2}

@@ -23,7 +23,7 @@ from torch import nn
 from trueshard.checkpoint.catalogue import open_catalogue
 from trueshard.checkpoint.format import MANIFEST
 from trueshard.checkpoint.loading import load
-from trueshard.errors import own_errors, with_extra
+from trueshard.errors import TrueShardValueError, own_errors, with_extra
 from trueshard.integrations.accelerate import Accelerator, refuse_plugins, save_into
 from trueshard.model import names
 from trueshard.sharding.hooks import runtime_of
@@ -112,6 +112,12 @@ class ShardedTrainer(_Trainer):
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
         if self.get_cp_size() > 1:
+            owner = next(each for each in type(self).__mro__ if "compute_loss" in vars(each))
+            if owner.__module__.startswith("trl.") and owner.__name__ != "SFTTrainer":
+                raise TrueShardValueError(f"cp_size: {owner.__name__}'s loss is of whole sequences; set it to 1")
+            own = {key: getattr(self, key, None) for key in ("label_smoother", "compute_loss_func")}
+            if key := next((key for key, function in own.items() if function is not None), None):
+                raise TrueShardValueError(f"{key}: it would shift labels that cp_size has shifted; leave one out")
             inputs = split_sequence(model, inputs)
         return nullcontext, inputs
 

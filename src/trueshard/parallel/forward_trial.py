@@ -217,9 +217,15 @@ def _around(module: nn.Module, holder: nn.Module, stand_in: nn.Module, notes: _N
 
 
 def copy_without_hooks(module: nn.Module) -> nn.Module:
-    """Return a shallow copy, whose calls the user's hooks do not see; the module stays as it is."""
-    copied: nn.Module = object.__new__(_torch.own_class(module))
+    """Return a shallow copy, whose calls the user's hooks do not see; the module stays as it is.
+
+    Nor is what TRL puts around its forward in the copy: it is bound to the module itself, and says what it wraps.
+    """
+    kind: Any = _torch.own_class(module)
+    copied: nn.Module = object.__new__(kind)
     copied.__dict__.update(module.__dict__)
+    if inspect.unwrap(copied.forward, stop=lambda each: each is kind.forward) is kind.forward:
+        copied.__dict__.pop("forward", None)
     for key in (_torch.COMPILED_CALL, "_output_capturing_hooks_installed"):  # a mark of transformers, of its hooks
         copied.__dict__.pop(key, None)
     copied.__dict__.update({key: OrderedDict() for key in module.__dict__ if key.endswith("_hooks")})
