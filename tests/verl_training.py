@@ -50,8 +50,9 @@ PlatformRegistry.register(platform="processors")(Processors)
 from tensordict import TensorDict  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig  # noqa: E402
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 from trueshard.integrations.verl import EngineConfig  # noqa: E402
@@ -65,13 +66,18 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
     of_model: dict[str, Any] = field(default_factory=dict)
+    engine: str = "trueshard"
+    """Or verl's own, "fsdp2"."""
+    packed: bool = False
+    """Samples of a microbatch stand in one row, without padding."""
+    microbatch: int = 1
     steps: tuple[int, int] = (0, 3)
     load: str = ""
     save: str = ""
 
 
-def batch(step: int, rank: int, ranks: int) -> TensorDict:
-    """This rank's samples of a global batch, of different lengths, in microbatches of one."""
+def batch(case: Case, step: int, rank: int, ranks: int) -> TensorDict:
+    """This rank's samples of a global batch, of different lengths."""
     draw = torch.Generator().manual_seed(step)
     lengths = torch.randint(5, 12, (SAMPLES,), generator=draw).tolist()
     samples = [torch.randint(0, 64, (length,), generator=draw) for length in lengths]
@@ -85,8 +91,8 @@ def batch(step: int, rank: int, ranks: int) -> TensorDict:
     }
     settings = {
         "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 1,
-        "use_remove_padding": False,
+        "micro_batch_size_per_gpu": case.microbatch,
+        "use_remove_padding": case.packed,
         "temperature": 1.0,
         "global_batch_size": SAMPLES,
     }
@@ -95,16 +101,25 @@ def batch(step: int, rank: int, ranks: int) -> TensorDict:
 
 def train(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     override = {"attn_implementation": "eager"}
-    engine = EngineRegistry.new(
-        "language_model",
-        "trueshard",
+    given = {"use_torch_compile": False, "mixed_precision": {"param_dtype": "fp32"}} | case.config
+    own = case.engine == "trueshard"
+    torch.manual_seed(7)  # an adapter is drawn
+    engine = (functools.partial(EngineRegistry.new, "language_model", case.engine) if own else FSDPEngineWithLMHead)(
         model_config=HFModelConfig(
-            path=case.model, load_tokenizer=False, use_remove_padding=False, override_config=override, **case.of_model
+            path=case.model,
+            load_tokenizer=False,
+            use_remove_padding=case.packed,
+            override_config=override,
+            **case.of_model,
         ),
-        engine_config=EngineConfig(
-            **{"use_torch_compile": False, "mixed_precision": {"param_dtype": "fp32"}} | case.config
+        engine_config=EngineConfig(**given) if own else FSDPEngineConfig(strategy=case.engine, **given),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=1e-2,
+            clip_grad=0.5,
+            total_training_steps=10,
+            lr_warmup_steps=1,
+            override_optimizer_config={"eps": 1e-3},  # sums in another order stay small in the update
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, clip_grad=0.5, total_training_steps=10, lr_warmup_steps=1),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
@@ -113,7 +128,7 @@ def train(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     losses, norms = [], []
     with engine.train_mode():
         for step in range(*case.steps):
-            output = engine.train_batch(batch(step, rank, ranks), functools.partial(sft_loss, None))
+            output = engine.train_batch(batch(case, step, rank, ranks), functools.partial(sft_loss, None))
             loss = torch.tensor(sum(output["loss"])) / ranks
             dist.all_reduce(loss)
             losses.append(loss.item())
@@ -122,13 +137,15 @@ def train(case: Case, rank: int, ranks: int) -> dict[str, Any]:
     if case.save:
         engine.save_checkpoint(case.save, global_step=case.steps[1], max_ckpt_to_keep=2)
     with engine.eval_mode():
-        inferred = engine.infer_batch(batch(0, rank, ranks))["model_output"]["log_probs"]
+        inferred = engine.infer_batch(batch(case, 0, rank, ranks))["model_output"]["log_probs"]
     logprobs = inferred.values().double().sum() if inferred.is_nested else inferred.double().sum()
     dist.all_reduce(logprobs)
-    whole, _ = engine.get_per_tensor_param()
-    sums = {name: tensor.double().abs().sum().item() for name, tensor in whole}
+    whole, adapter = engine.get_per_tensor_param(base_sync_done=True)
+    in_compute_dtype = ((name, tensor.to(engine._autocast_dtype)) for name, tensor in whole)
+    sums = {name: tensor.double().abs().sum().item() for name, tensor in in_compute_dtype}
     place = [engine.get_data_parallel_rank(), engine.get_data_parallel_size()]
-    return {"losses": losses, "norms": norms, "weights": sums, "logprobs": logprobs.item(), "place": place}
+    result = {"losses": losses, "norms": norms, "weights": sums, "logprobs": logprobs.item(), "place": place}
+    return result | {"adapter": adapter and adapter["r"]}
 
 
 def main() -> None:

@@ -80,8 +80,6 @@ class Engine(FSDPEngineWithLMHead):
             raise ValueError("ulysses_sequence_parallel_size: a sequence is not split here; set it to 1")
         if engine_config.qat.enable:
             raise ValueError("qat.enable: quantized training is not covered; leave it out")
-        if model_config.lora_rank > 0 or model_config.lora_adapter_path is not None:
-            raise ValueError("lora_rank: adapters are not covered; set it to 0, without lora_adapter_path")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._saved: list[str] = []
 
@@ -130,13 +128,23 @@ class Engine(FSDPEngineWithLMHead):
         """Leave all where it is, as verl's engines do under ``offload_policy``."""
 
     @own_errors()
-    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """Return whole tensors one after the other, under the names of Hugging Face's files. Collective.
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """Return whole tensors one after the other, and the configuration of the adapter if they are its. Collective.
 
-        Tensors are in the dtype in which the model computes, valid until the iterator goes on.
+        An adapter is merged into its base with ``model.lora.merge``; else it comes alone. Names are those of Hugging
+        Face's and PEFT's files. Tensors are in the dtype in which the model computes, valid until the iterator goes on.
         """
-        units = weights(self.module, naming="hub")
-        return (pair for names, tensors in units for pair in zip(names, tensors, strict=True)), None
+        adapters = {} if self.model_config.lora.get("merge") else getattr(self.module, "peft_config", {})
+        adapter = adapters.get("default")
+        if adapter is not None and not base_sync_done:
+            raise ValueError(
+                "lora_rank: the rollout has no base yet; set rollout.load_format to safetensors, or model.lora.merge"
+            )
+        units = weights(self.module, naming="hub") if adapter is None else weights(self.module, adapters="alone")
+        pairs = (pair for names, tensors in units for pair in zip(names, tensors, strict=True))
+        return pairs, None if adapter is None else adapter.to_dict()
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
         raise NotImplementedError("deltas of shards are not covered: choose a checkpoint engine without them")
@@ -160,7 +168,8 @@ class Engine(FSDPEngineWithLMHead):
     ) -> None:
         """Write one Hugging Face directory with the optimizer's state in it, for any number of ranks. Collective."""
         _refuse_hdfs(hdfs_path)
-        save_into(local_path, **self._content(self.checkpoint_config.save_contents), progress={"step": global_step})
+        content = self._content(self.checkpoint_config.save_contents)
+        save_into(local_path, base=False, **content, progress={"step": global_step})
         self._saved = [path for path in self._saved if path != local_path] + [local_path]
         if self.rank == 0 and (processor := self.model_config.get_processor()) is not None:
             processor.save_pretrained(local_path)
