@@ -93,6 +93,7 @@ def test_a_run_goes_on_from_memory_and_says_what_it_cost(
     (record,) = [record for record in metrics(folder) if "incident" in record]
     assert record["step"] > 24
     assert record["incident_seconds"] == pytest.approx(sum(record["incident_parts"].values()), abs=0.05)
+    assert lacking(out, "1 incident, ", "goodput ") == []
     assert f"Went on from step {record['step'] - 1} in memory in {record['incident_seconds']:.1f} s" in out
 
 

@@ -209,10 +209,17 @@ def draw_result(records: Sequence[Record], entropy: float | None, folder: Path) 
     if entropy is not None and panel is LOSS:
         axes.axhline(entropy, linestyle="--", color="gray", label=f"unigram entropy of the text, {entropy:.2f}")
         axes.set_ylim(top=max(axes.get_ylim()[1], 1.03 * entropy))
+    _mark_incidents(axes, records)
     axes.legend()
     with replacing(file := folder / f"{panel.key}.png") as scratch:
         figure.savefig(scratch, dpi=150, format="png")
     return file
+
+
+def _mark_incidents(axes: Axes, records: Sequence[Record]) -> None:
+    """Draw a line at each step before which a process was lost, or that was taken again."""
+    for number, step in enumerate(record["step"] for record in records if "incident" in record):
+        axes.axvline(step, color=COLOURS[-1], linewidth=0.8, linestyle=":", label=None if number else "incident")
 
 
 def _draw(axes: Axes, panel: Panel, runs: Sequence[RunRecords]) -> None:
@@ -365,6 +372,7 @@ def _run(run: RunRecords) -> dict[str, Any]:
         "mfu": _median(run, "mfu"),
         "memory": float(np.nanmax(curves["memory"].high)) if "memory" in curves else None,
         "seconds": sum(record.get("seconds", 0.0) for record in run.records),
+        "incidents": [[record["step"], record["incident"]] for record in run.records if "incident" in record],
         "curves": {key: _plain(points) for key, points in sorted(curves.items())},
     }
 

@@ -150,7 +150,10 @@ class Chart {
     pen.beginPath();
     pen.rect(GUTTER - 4, HEAD - 6, this.inner + 8, this.high - HEAD - FOOT + 12);
     pen.clip();
-    for (const [run, curve] of this.drawn()) this.curve(run, curve);
+    for (const [run, curve] of this.drawn()) {
+      if (view.x === "step") this.incidents(run);
+      this.curve(run, curve);
+    }
     this.marks();
     pen.restore();
   }
@@ -191,6 +194,21 @@ class Chart {
       found.push(...digits.map((digit) => digit * 10 ** power).filter((value) => value >= this.low && value <= this.top));
     }
     return found;
+  }
+
+  // A dotted line at each step before which a process of the run was lost, or that was taken again.
+  incidents(run) {
+    const pen = this.pen;
+    pen.strokeStyle = solid(run.colour);
+    pen.lineWidth = 1;
+    pen.setLineDash([2, 3]);
+    for (const [step] of run.incidents) {
+      pen.beginPath();
+      pen.moveTo(this.xOf(step), HEAD);
+      pen.lineTo(this.xOf(step), this.high - FOOT);
+      pen.stroke();
+    }
+    pen.setLineDash([]);
   }
 
   curve(run, curve) {

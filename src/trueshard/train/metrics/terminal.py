@@ -189,6 +189,20 @@ def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, 
     return "; ".join(parts)
 
 
+def incidents_line(records: Sequence[dict[str, Any]]) -> str:
+    """Describe what lost processes have cost the run; "" if none was lost.
+
+    The goodput is the time of steps that count over that and the time from each loss to the first step after it.
+    """
+    lost = [record for record in records if "incident" in record]
+    steps = sum(record.get("seconds", 0.0) for record in records)
+    waited = sum(record["incident_seconds"] - record["seconds"] for record in lost if "incident_seconds" in record)
+    if not lost:
+        return ""
+    word = "incident" if len(lost) == 1 else "incidents"
+    return f"{len(lost)} {word}, {waited:.1f} s until steps went on; goodput {steps / max(steps + waited, 1e-9):.1%}"
+
+
 def _final_reward(records: Sequence[dict[str, Any]]) -> str:
     """Describe the reward: its mean in the first steps and in the last, and evaluations, also that before training."""
     taken = [record for record in records if "reward" in record]
