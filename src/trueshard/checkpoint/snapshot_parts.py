@@ -91,7 +91,9 @@ class Part:
     """Checksum of the regions of the model's tensors: equal where a rank is to hold the same again."""
     tensors: Mapping[str, Placed]
     content: Mapping[str, Any]
-    """All that is no tensor, as ``Snapshots`` has given it."""
+    """All that is no tensor and may differ from step to step, as ``Snapshots`` has given it."""
+    lasting: Mapping[str, Any]
+    """All that follows from which tensors there are."""
     text: str
     """The record itself, which can be sent to another host."""
 
@@ -123,12 +125,15 @@ def _placed(begin: int, dtype: str, region: Any) -> Placed:
     return Placed(begin, dtype, tuple(tuple((first, last) for first, last in runs) for runs in region))
 
 
-def record_of(
-    about: Mapping[str, Any], size: int, checksum: int, tensors: Mapping[str, Placed], content: Mapping[str, Any]
-) -> str:
-    """Return a record as text, which ``Part.parse`` reads; ``about``: the other attributes of ``Part``."""
+def lasting_text(tensors: Mapping[str, Placed], lasting: Mapping[str, Any]) -> str:
+    """Return the end of a record, the same for as long as tensors have the same places."""
     table = {key: (placed.begin, placed.dtype, placed.region) for key, placed in tensors.items()}
-    return json.dumps({**about, "size": size, "checksum": checksum, "tensors": table, "content": content})
+    return json.dumps({"tensors": table, "lasting": lasting})[1:]
+
+
+def record_of(about: Mapping[str, Any], checksum: int, end: str) -> str:
+    """Return a record as text, which ``Part.parse`` reads; ``about``: its other attributes, ``end``: `lasting_text`."""
+    return f"{json.dumps({**about, 'checksum': checksum})[:-1]}, {end}"
 
 
 def checksum_of(data: torch.Tensor) -> int:
@@ -199,12 +204,12 @@ def clear(folder: Path, ranks: Collection[int] | None = None) -> None:
             file.unlink(missing_ok=True)
 
 
-def place(tensors: Mapping[str, tuple[torch.Tensor, Region]]) -> tuple[dict[str, Placed], int]:
-    """Return where each tensor (its local part, and the region of that) goes in a part, and the part's size."""
+def place(locals_of: Mapping[str, torch.Tensor], regions: Mapping[str, Region]) -> tuple[dict[str, Placed], int]:
+    """Return where the local part of each tensor, in its region, goes in a file, and the size of the file."""
     result: dict[str, Placed] = {}
     size = 0
-    for key, (local, region) in tensors.items():
-        result[key] = Placed(size, dtype_name(local.dtype), region)
+    for key, local in locals_of.items():
+        result[key] = Placed(size, dtype_name(local.dtype), regions[key])
         size += -(-local.nbytes // _ALIGNMENT) * _ALIGNMENT
     return result, size
 

@@ -21,21 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import state
 from trueshard.checkpoint.catalogue import Catalogue, Directory
-from trueshard.checkpoint.format import Manifest, TensorEntry, crc32
+from trueshard.checkpoint.format import Manifest, TensorEntry, crc32, with_wrapped
 from trueshard.checkpoint.loading import Found, LoadJob
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.checkpoint.saving import Saving, Staging, background, check_kind
 from trueshard.checkpoint.snapshot_parts import (
     SLOTS,
     Part,
+    Placed,
     Slot,
     checksum_of,
     clear,
     folder_of,
+    lasting_text,
     make_private,
     parts_in,
     place,
@@ -44,7 +47,7 @@ from trueshard.checkpoint.snapshot_parts import (
 )
 from trueshard.errors import own_errors, warn_user
 from trueshard.files import replace_text
-from trueshard.model.regions import Region, common, extent, inside, put, region_of, take
+from trueshard.model.regions import Region, common, coordinate_of, extent, inside, put, region_of, take
 
 _FAILED = "no snapshot was loaded"
 
@@ -95,6 +98,8 @@ class Snapshots:
         """Rank → the rank on the next host that keeps a copy of its part."""
         self._slots: dict[tuple[int, int], Slot] = {}
         """(slot, rank) → the file that this process writes: its own, and copies of others'."""
+        self._kept: tuple[dict[str, Placed], str] | None = None
+        """Places of the tensors in the save before, and what follows from them, as the record has it."""
         self._staging = Staging()
         self._saving: Saving | None = None
         """The save whose thread may still run."""
@@ -122,25 +127,28 @@ class Snapshots:
             check_kind(key, tensor)
         ranks = self._ranks or self._connect(model)
         table, bits = state.random_state()
-        locals_of = {key: (_torch.local(tensor).detach(), region_of(tensor)) for key, tensor in tensors.items()}
-        locals_of["rng"] = bits, (((0, len(bits)),),)
-        placed, size = place(locals_of)
+        regions = regions_of(tensors) | {"rng": (((0, len(bits)),),)}
+        locals_of = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()} | {"rng": bits}
+        placed, size = place(locals_of, regions)
         slot, data = self._open(self._next, ranks.rank, size)
-        views = [view_of(data, placed[key]) for key in locals_of]
-        land = self._staging.copy_into(views, [local for local, _ in locals_of.values()])
-        content = {
+        views = [view_of(data, part) for part in placed.values()]
+        land = self._staging.copy_into(views, list(locals_of.values()))
+        about: dict[str, Any] = {"made_by": self._made_by, "step": step, "slot": self._next}
+        about |= {"rank": ranks.rank, "ranks": ranks.world, "size": size, "layout": _layout_of(regions)}
+        about["content"] = {
             "manifest": {"models": manifest.models, "optimizers": manifest.optimizers, "more": manifest.more},
-            "entries": {key: asdict(entry) for key, entry in manifest.tensors.items()},
-            "told": asdict(state.rank_content("", ranks, {}, manifest, tensors)),
             "rng": table,
         }
-        about: dict[str, Any] = {"made_by": self._made_by, "step": step, "slot": self._next}
-        about |= {"rank": ranks.rank, "ranks": ranks.world}
-        about["layout"] = _layout_of({key: region for key, (_, region) in locals_of.items()})
+        if self._kept is None or self._kept[0] != placed:  # else no word of it is another
+            told = state.rank_content("", ranks, {}, manifest, tensors)
+            entries = {key: asdict(entry) for key, entry in manifest.tensors.items()}
+            lasting = {"entries": entries, "told": [told.first, [*told.entries], told.tied, bool(told.models)]}
+            self._kept = placed, lasting_text(placed, lasting)
+        lasting_part = self._kept[1]
 
         def complete() -> None:
             land()
-            text = record_of(about, size, checksum_of(data), placed, content)
+            text = record_of(about, checksum_of(data), lasting_part)
             slot.publish(text)
             self._exchange_copies(ranks, about["slot"], text, data)
             ranks.attempt(f"the snapshot of step {step} was not completed", lambda: None)
@@ -280,7 +288,20 @@ def layout_of(model: Any) -> int:
     """Return ``Part.layout`` of what this rank holds of a model."""
     models, _ = state.by_prefix(model, None)
     tensors, _ = state.collect(models, {}, {}, None)
-    return _layout_of({key: region_of(tensor) for key, tensor in tensors.items()})
+    return _layout_of(regions_of(tensors))
+
+
+def regions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Region]:
+    """Return the region of each tensor that is here; a mesh is asked once where this rank is in it."""
+    here_in: dict[Any, tuple[int, ...]] = {}
+    result = {}
+    for key, tensor in tensors.items():
+        coordinate = None
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            coordinate = here_in[mesh] = here_in.get(mesh) or coordinate_of(mesh)
+        result[key] = region_of(tensor, coordinate)
+    return result
 
 
 # Loading
@@ -427,18 +448,27 @@ class _SnapshotCatalogue(Catalogue):
         return tensor
 
 
+def _told(part: Part) -> state.RankContent:
+    """Return what the rank of a part would have told the others, had it saved a checkpoint."""
+    first, owned, tied, tells_all = part.lasting["told"]
+    manifest = part.content["manifest"]
+    records = with_wrapped(manifest["optimizers"])
+    entries = {key: TensorEntry(**part.lasting["entries"][key]) for key in owned}
+    optimizers = {
+        key: {"groups": record["groups"] if tells_all else [], "state": record["state"]}
+        for key, record in records.items()
+    }
+    models = manifest["models"] if tells_all else {}
+    return state.RankContent("", first, {}, {}, entries, tied, models, optimizers)
+
+
 def _catalogue(parts: _Parts, group: RankGroup) -> _SnapshotCatalogue:
     """Return the catalogue of a snapshot, whose values are those of this rank's own part if the ranks are as many."""
     same = len(parts.records) == group.world
     own = parts.records[group.rank] if same else parts.records[0]
     manifest = Manifest(**own.content["manifest"])
-    manifest.tensors.update({key: TensorEntry(**entry) for key, entry in own.content["entries"].items()})
-    everyone = []
-    for part in parts.records:
-        told = state.RankContent(**part.content["told"])
-        told.entries = {key: TensorEntry(**entry) for key, entry in part.content["told"]["entries"].items()}
-        everyone.append(told)
-    state.merge(manifest, everyone, group.staged)
+    manifest.tensors.update({key: TensorEntry(**entry) for key, entry in own.lasting["entries"].items()})
+    state.merge(manifest, [_told(part) for part in parts.records], group.staged)
     manifest.rng = [part.content["rng"] for part in parts.records]
     length = sum(size for _, size in own.content["rng"])
     manifest.tensors["rng"] = TensorEntry(["rng"], [len(parts.records), length], "uint8")

@@ -12,6 +12,7 @@ from typing import Any
 from trueshard.axes import AXES, FOLDED, SHARED
 from trueshard.optim.local_params import LARGE
 from trueshard.planner import ledger
+from trueshard.planner.failures import failure_cost
 from trueshard.planner.hardware import Hardware, Mode
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.reserve import replay
@@ -108,7 +109,9 @@ def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: 
         sums = added(sums, microbatch_sums(made, cluster, sums), more)
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
-    return Study(plan, forecast, made.steady, line, assumptions=assumptions_of(job, made), score=made.score)
+    told = failure_cost(forecast, cluster.hardware).sentences if cluster.ranks > 1 and cluster.hardware.streams else ()
+    assumptions = assumptions_of(job, made)
+    return Study(plan, forecast, made.steady, line, assumptions=assumptions, score=made.score, failures=told)
 
 
 def budget_on(cluster: Cluster, budget: int | None) -> int:

@@ -137,6 +137,8 @@ class Study:
     """All other plans that were evaluated."""
     score: Trace | None = None
     """Pass of ``Workload.score``."""
+    failures: tuple[str, ...] = ()
+    """Costs of lost processes, in sentences; none for one device, or processors."""
     phases: tuple[StepPhase, ...] = ()
     """Phases of reinforcement learning, where the forecast is that of the update, or of a training run."""
 

@@ -37,6 +37,7 @@ def text(study: Study) -> str:
         _communication(forecast),
         _time(study),
         listed("Why", (*study.reasons, *_unit_reasons(study))),
+        listed("If a process is lost", study.failures),
         _alternatives(study),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
