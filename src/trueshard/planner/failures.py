@@ -1,7 +1,7 @@
 """Cost of lost processes to a plan: how often one is lost, what keeping a step takes, and how often to keep one.
 
-The interval is Young's ("A first order approximation to the optimum checkpoint interval", 1974): √(2·δ·M), with δ seconds
-to keep a step and M seconds between two losses, each of which costs half an interval of steps that are trained again.
+The interval is Young's ("A first order approximation to the optimum checkpoint interval", 1974): √(2·δ·M), with δ
+seconds to keep a step and M between two losses, each of which costs half an interval of steps that are trained again.
 """
 
 from __future__ import annotations
