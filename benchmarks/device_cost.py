@@ -37,9 +37,13 @@ def run(tell: Tell, quick: bool = False) -> Table:
             "`experts`: a Qwen3-MoE of 2 blocks. transformers itself waits once in each forward. By hand: "
             "`fully_shard` on each block and the root, torch's own clipping and accumulation, GradScaler, "
             "`parallelize_module`, CPUOffloadPolicy; Muon gathers each update; of `exact`, the same without it; of "
-            "`experts`, all experts on each rank; generation is `generate()` of a whole model; saving copies shard "
-            "after shard to the host. The trainer takes two microbatches, and reads loss and norm; so does the loop by "
-            "hand. Of a generation, what one more token costs. An error in a cell is torch's own."
+            "`experts`, rows exchanged by `all_to_all_single`, which takes their numbers from the host, while the "
+            "router on the device decides them: so both wait once a layer; generation is `generate()` of a whole "
+            "model; saving copies shard after shard to the host. The trainer takes two microbatches, and reads loss "
+            "and norm; so does the loop by hand. Of a generation, what one more token costs. `Muon, exact` and "
+            "`Adafactor` wait once more than by hand: their owners keep whole values, and what travels in a step "
+            "follows from whether a rank wrote to its shard, which its bits alone show; gradients are on their way "
+            "meanwhile. An error in a cell is torch's own."
         ),
         columns=("step", "waits", "operations", "waits by hand", "operations by hand"),
         rows=tuple(rows),

@@ -400,6 +400,39 @@ NORM, HASH = 57, 35
 """Operations of two pieces: with pieces of a CPU's cache it would be 1,100 and 2,500."""
 
 
+def huge_gradient(model: nn.Module) -> None:
+    inputs = torch.full((2, 8), 1e4, device="cuda")
+    model(inputs).sum().backward()
+
+
+@rest
+@on("devices")
+def test_a_sum_beyond_the_range_of_exact_is_told_before_anything_is_saved(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """The device is not waited for, so the step that has it ends first."""
+    model = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trueshard.shard(model, optimizer, exact=True)
+    with trueshard.accumulate(model, last=False):
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    for told in (
+        lambda: trueshard.save(tmp_path / "saved", model=model, optimizer=optimizer),
+        lambda: trueshard.state_hash(model),
+        lambda: huge_gradient(model),
+    ):
+        optimizer.zero_grad()
+        with trueshard.accumulate(model, last=False):
+            huge_gradient(model)
+        huge_gradient(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(OverflowError, match=r"gradients of 'weight' .* give it the exponent"):
+            told()
+    assert not (tmp_path / "saved").exists()
+
+
 @rest
 @pytest.mark.parametrize("few", [1, 128])
 @on("devices")
@@ -438,6 +471,28 @@ def test_saves_are_staged_in_the_same_pinned_memory(rank: int, world_size: int, 
         trueshard.load(tmp_path / str(number), model=model, optimizer=optimizer)
         assert_same(parameters(model), expected)
     assert places[0] == places[1]
+
+
+@rest
+@on("devices")
+def test_saves_in_the_background_hold_what_was_there_while_training_goes_on(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """One after the other, each begun while the one before may still be written, at several optimizers."""
+    model = CASES["llama"].build(0).cuda()
+    optimizers = muon(model)
+    trueshard.shard(model, *optimizers)
+    named = dict(zip(("muon", "adamw"), optimizers, strict=True))
+    hashes = []
+    for number in range(6):
+        train("llama", model, optimizers, (rank, world_size))
+        hashes.append(trueshard.state_hash(model, named))
+        saved = trueshard.save(tmp_path / str(number), model=model, optimizer=named, wait=False)
+    train("llama", model, optimizers, (rank, world_size))
+    saved.wait()
+    for number, expected in enumerate(hashes):
+        trueshard.load(tmp_path / str(number), model=model, optimizer=named)
+        assert trueshard.state_hash(model, named) == expected
 
 
 @rest

@@ -20,9 +20,9 @@ WAITS: dict[str, dict[str, int]] = {
     "AdamW, float16, GradScaler": {"grad_scaler.py": 1},
     "AdamW, token_mean": {},
     "AdamW, offloaded": {"finalize_backward": 39},  # FSDP2's own: an event for each gradient
-    "AdamW, exact": {"sharding/exact.py": 1},
+    "AdamW, exact": {},
     "Muon": {},
-    "Muon, exact": {"sharding/exact.py": 1, "optim/owners.py": 1},
+    "Muon, exact": {"optim/owners.py": 1},  # whether the owners' values are those of the shards
     "Adafactor": {"optim/_adafactor.py": 40, "optim/owners.py": 1},  # torch's two for each matrix that is here
     "tensor = 2": {},
     "context = 2": {},

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint.format import Manifest, TensorEntry, split, with_wrapped
 from trueshard.checkpoint.process_group import RankGroup
-from trueshard.model import names
+from trueshard.model import names, registry
 from trueshard.optim.rebind import family
 from trueshard.optim.ties import tie_of
 from trueshard.parallel.random_streams import random_states, set_random_states
@@ -46,6 +46,9 @@ def collect(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Any], more: Mapping[str, Any], renaming: Renaming
 ) -> tuple[Tensors, Manifest]:
     """Return this rank's tensors of models and optimizers, by key prefix, and of the user's entries; and all values."""
+    for model in registry.models():
+        for function in model.before_reading:
+            function()
     tensors: Tensors = {}
     manifest = Manifest()
     for prefix, module in models.items():

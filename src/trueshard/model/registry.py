@@ -40,6 +40,8 @@ class ShardedModel(abc.ABC):
         """Optimizers that hold its parameters, of those that have stepped."""
         self.after_step: list[Callable[[torch.optim.Optimizer], None]] = []
         """Called after each step of such an optimizer."""
+        self.before_reading: list[Callable[[], None]] = []
+        """Called before the model is read as a whole: each raises what a backward found that the host has not read."""
         self.has_pending = False
         """True from a backward that did not reduce (``accumulate(last=False)``) until one does, or they are dropped."""
         self.ties: list[Any] = []

@@ -274,16 +274,16 @@ class Owners:
             the next, the leaves must be updated. Leaves without a gradient are in the last, as far as they are known.
         """
         keeping = [m for m in members if not decoupled[m.place[0]] and m.parameter.requires_grad]
-        if _agree(members, keeping):
-            _fetch(keeping)
-        taking = [member for member in members if member.parameter.grad is not None]
-        resting = [(member, _full(member)) for member in keeping if member.parameter.grad is None and member.is_mine]
-        batches = list(_batches(taking))
-        if not batches and resting:
-            yield resting, True
+        any_stale = _agree(members, keeping)
+        batches = list(_batches([member for member in members if member.parameter.grad is not None]))
         # Two batches of gradients are on their way at a time, and one of results: the next batch travels while this
         # one is updated, and no more lie in memory.
         coming = [batch.to_owners(gradients=True) for batch in batches[:1]]
+        if any_stale:  # of a device the one wait, of owners that keep values; it has gradients to send meanwhile
+            _fetch(keeping)
+        resting = [(member, _full(member)) for member in keeping if member.parameter.grad is None and member.is_mine]
+        if not batches and resting:
+            yield resting, True
         going: list[tuple[Batch, Arrival]] = []
         for k, batch in enumerate(batches):
             coming += [following.to_owners(gradients=True) for following in batches[k + 1 : k + 2]]
@@ -322,8 +322,13 @@ def _land(batch: Batch, arrival: Arrival, groups: list[dict[str, Any]], decouple
             member.note()
 
 
-def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
-    """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients."""
+def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool | torch.Tensor:
+    """True if some rank wrote to a shard since its owner fetched it; raise if ranks lack different gradients.
+
+    Returns:
+        bool; where a device has to tell, 0-dim bool on it: torch counts no writes through ``parameter.data`` or by
+        kernels of others, so only the bits show them, and what travels depends on them.
+    """
     any_stale, unread = False, []
     for holders in dict.fromkeys(member.holders for member in members):
         here = [member for member in members if member.holders is holders]
@@ -349,7 +354,7 @@ def _agree(members: Sequence[Owned], keeping: Sequence[Owned]) -> bool:
             changed = _are_changed(kept).to(device_of(holders.mesh), torch.int64)
             dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=holders.group)
             unread.append(changed)
-    return any_stale or bool(unread and torch.stack(unread).any())  # the one wait, of owners that keep values
+    return torch.stack(unread).any() if unread and not any_stale else any_stale
 
 
 def _are_changed(members: Sequence[Owned]) -> torch.Tensor:

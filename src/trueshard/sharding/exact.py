@@ -10,7 +10,8 @@
 - ``token_mean`` divides by the number of targets here, after the sum: a division before it would round differently for
   each number of ranks.
 - That all sums were exact is checked at the end of the backward that reduces. Nothing wraps: what is too large would
-  be an ordinary sum.
+  be an ordinary sum. A device is not waited for: its answer is read where the next step's backward ends, and before
+  anything is read from the model as a whole (a checkpoint, a hash, a gathered copy, a pass without gradients).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,6 +129,33 @@ def refuse_fused(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Check:
+    """Sums of a backward, on their device, and the answer whether all were exact, on its way to the host."""
+
+    called: Sequence[str]
+    sums: torch.Tensor  # (parameters,), float64, in steps of the grid
+    over: torch.Tensor  # (parameters,), bool
+    is_over: torch.Tensor  # 0-dim bool, on the host
+    landed: torch.Event | None
+    """Comes to pass once ``is_over`` may be read; None: now."""
+
+    @classmethod
+    def begin(cls, called: Sequence[str], sums: torch.Tensor) -> _Check:
+        over = (sums > 2.0**DIGITS) & sums.isfinite()  # what is not finite is the loss's or the gradient's own matter
+        is_over, landed = over.any().to("cpu", non_blocking=True), None
+        if sums.device.type != "cpu":
+            landed = torch.Event(sums.device.type)
+            landed.record()
+        return cls(called, sums, over, is_over, landed)
+
+    def fails(self) -> bool:
+        """Wait for the answer, if it is not there yet; every rank has the same."""
+        if self.landed is not None and not self.landed.query():
+            self.landed.synchronize()
+        return bool(self.is_over)
+
+
 class ExactSums:
     """Exact sums of the gradients of one sharded model."""
 
@@ -149,6 +178,8 @@ class ExactSums:
         """False in a backward whose gradient is no sum: one microbatch on one rank."""
         self._reductions: dict[str, int] = {}
         """Unit → how often FSDP2 has reduced its gradients in this backward."""
+        self._unread: _Check | None = None
+        """Check of the last backward, if the host has not read it."""
         self.factor = 1.0 / mesh.size()
         """Factor by which the next sum over microbatches and ranks is multiplied."""
 
@@ -238,9 +269,10 @@ class ExactSums:
     def end(self) -> None:
         """End a backward that reduced: check the sums. Collective.
 
-        Raises OverflowError, on every rank, if a sum may not have been exact; names the parameter. RuntimeError if a
-        unit was reduced in parts, which FSDP2 rounds before it adds them.
+        Raises the OverflowError of ``read``, on a CPU for this backward, elsewhere for the one before. RuntimeError if
+        a unit was reduced in parts, which FSDP2 rounds before it adds them.
         """
+        self.read()
         if twice := [name for name, count in self._reductions.items() if count > 1]:
             raise TrueShardRuntimeError(
                 f"exact=True: unit {twice[0] or '(root)'!r} ran several times before this backward, so what had been "
@@ -256,27 +288,35 @@ class ExactSums:
             return
         called = sorted(set(self._names.values()))
         sums = all_reduce(self._in_order(called, largest), self.mesh)
-        # What is not finite is the loss's or the gradient's own matter.
-        if (over := (sums > 2.0**DIGITS) & sums.isfinite()).any():
-            self._refuse(called, sums, over)
+        self._unread = _Check.begin(called, sums)
+        if sums.device.type == "cpu" or peaks is not None:
+            self.read()
         if peaks is not None:
             most = all_reduce(self._in_order(called, peaks), self.mesh, dist.ReduceOp.MAX).tolist()
             self._tell_of_coarse(dict(zip(called, most, strict=True)))
+
+    def read(self) -> None:
+        """Read the check of the last backward. Raises OverflowError, on every rank, if a sum may not have been exact;
+        names the parameter.
+        """
+        check, self._unread = self._unread, None
+        if check is not None and check.fails():
+            self._refuse(check)
 
     def _in_order(self, called: Sequence[str], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=device_of(self.mesh))
         return torch.stack([values.get(name, zero).to(zero) for name in called])
 
-    def _refuse(self, called: Sequence[str], sums: torch.Tensor, over: torch.Tensor) -> None:
-        worst = int(torch.where(over, sums, torch.zeros_like(sums)).argmax())
-        name, steps = called[worst], float(sums[worst])
+    def _refuse(self, check: _Check) -> None:
+        worst = int(torch.where(check.over, check.sums, 0.0).argmax())
+        name, steps = check.called[worst], float(check.sums[worst])
         exponent = self._exponents[name]
         wider = exponent + math.frexp(steps)[1] - DIGITS
         remedy = (
             f"give it the exponent {wider} or more, such as exact={{{name!r}: {wider}}}, " if wider in EXPONENTS else ""
         )
         raise OverflowError(
-            f"exact: the largest gradients of {name!r} in the microbatches of this step add up to "
+            f"exact: the largest gradients of {name!r} in the microbatches of one step add up to "
             f"{math.ldexp(steps, exponent):.3g}, and sums on its grid of 2**{exponent} are exact up to "
             f"{math.ldexp(1.0, exponent + DIGITS):g}: {remedy}use a mean for the loss (token_mean), or divide it by a "
             "power of two; or train without exact"

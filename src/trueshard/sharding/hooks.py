@@ -176,6 +176,7 @@ class Runtime(ShardedModel):
                 module.set_all_reduce_hook(functools.partial(self._reduced, module, unit.name))
         if self.exact is not None:
             self.exact.install(self.units)
+            self.before_reading.append(self.exact.read)
             self.exact.name((name, tensor) for name, _, _, tensor in names.named_tensors(root, "parameters"))
         root.register_load_state_dict_pre_hook(_shard_loaded)
         root.__dict__["set_requires_gradient_sync"] = self._set_gradient_sync
@@ -233,6 +234,8 @@ class Runtime(ShardedModel):
 
     def meet(self, what: str) -> None:
         """Return when all ranks that share one copy of the model are about to do ``what``; see ``meeting``."""
+        for function in self.before_reading:
+            function()
         mesh = self.axes.all
         copies = 0 if "replicate" in self.axes.sizes else None
         meet_to_gather(what, mesh, [dim for dim in range(mesh.ndim) if dim != copies])
