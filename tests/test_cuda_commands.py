@@ -82,15 +82,81 @@ def test_reinforcement_learning_takes_over_weights_and_updates(tmp_path: Path) -
     assert steps[1]["mismatch_max"] < 1e-3  # the copy that generates has the weights that are trained
 
 
-def test_a_pipeline_of_three_stages_with_a_tie(tmp_path: Path) -> None:
-    file = tmp_path / "three.py"
-    file.write_text(f"""
+PIPELINE = f"""
 import sys, torch, os
 sys.path.insert(0, {str(ROOT / "examples")!r})
 import pipeline
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-pipeline.main("1f1b", "saved", 3)
-""")
-    done = run([str(file)], devices=3, processes=3, cwd=tmp_path)
+pipeline.main(sys.argv[1], "saved-" + sys.argv[1], int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("stages", "devices"), [(3, 3), (2, 4)])
+def test_stages_of_a_pipeline_with_a_tie(tmp_path: Path, stages: int, devices: int) -> None:
+    """Under each schedule the losses are the same, of stages on one device each or on two.
+
+    The last stage alone exchanges its number of tokens, before all stages save together.
+    """
+    file = tmp_path / "pipelined.py"
+    file.write_text(PIPELINE)
+    losses = []
+    for schedule in ("gpipe", "1f1b"):
+        done = run([str(file), schedule, str(stages)], devices=devices, processes=devices, cwd=tmp_path)
+        assert done.code == 0, done.output[-4000:]
+        assert not done.faults
+        losses.append(re.findall(r"step \d: loss [\d.]+, norm [\d.]+", done.output))
+    assert len(losses[0]) == 5
+    assert losses[0] == losses[1]
+
+
+TRAINER = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from transformers import Trainer, TrainingArguments, set_seed
+from trainers import BATCH, SETTINGS, STEPS, curve, language_model, tokens
+from trueshard.integrations.transformers import ShardedTrainer
+
+kind, folder, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+set_seed(0)
+words = SETTINGS | {{"use_cpu": False, "per_device_train_batch_size": BATCH // ranks, "lr_scheduler_type": "linear"}}
+words |= {{"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}}
+words |= {{"per_device_eval_batch_size": 1}}  # the loss is the mean of those of batches
+trainer = (type("Mine", (ShardedTrainer, Trainer), {{}}) if kind == "sharded" else Trainer)(
+    model=language_model(),
+    args=TrainingArguments(folder, **words | settings),
+    train_dataset=tokens(BATCH * STEPS),
+    eval_dataset=tokens(12, seed=1),
+)
+trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
+assert trainer.args.device.type == "cuda"
+if trainer.is_world_process_zero():
+    print("curve", json.dumps(curve(trainer)))
+"""
+
+
+def trainer_curve(folder: Path, kind: str, settings: dict[str, object], *words: str) -> dict[str, list[float]]:
+    """Train by transformers' Trainer, on two devices if it is sharded, without a fault; return what it logged."""
+    file = folder / "trainer.py"
+    file.write_text(TRAINER)
+    ranks = 2 if kind == "sharded" else 1
+    command = [str(file), kind, str(folder / kind), json.dumps(settings), *words]
+    variables = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    done = run(command, devices=ranks, processes=ranks, cwd=folder, variables=variables)
     assert done.code == 0, done.output[-4000:]
     assert not done.faults
+    (line,) = re.findall(r"^curve (.*)$", done.output, re.MULTILINE)
+    logged: dict[str, list[float]] = json.loads(line)
+    return logged
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=["plain", "bf16"])
+def test_the_trainer_of_transformers_trains_and_resumes(tmp_path: Path, settings: dict[str, object]) -> None:
+    near = {"rel": 2e-2 if settings else 2e-4, "abs": 1e-3 if settings else 1e-5}
+    expected = trainer_curve(tmp_path, "plain", settings)
+    found = [trainer_curve(tmp_path, "sharded", settings)]
+    found += [trainer_curve(tmp_path, "sharded", settings, str(tmp_path / "sharded" / "checkpoint-2"))]
+    for curves in found:
+        assert curves.keys() == expected.keys()
+        for key, values in expected.items():
+            assert curves[key] == pytest.approx(values, **near), key

@@ -206,6 +206,17 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return gloo_group("hosts", dist.get_process_group_ranks(group), _torch.timeout_of(group))
 
 
+def connect_hosts(mesh: DeviceMesh) -> None:
+    """Make the groups in which hosts along each dimension of a mesh exchange values. Collective; by all stages alike.
+
+    torch names a group by how many groups this rank has. So if the last stage made one later, alone, for its number of
+    tokens, the next group of all ranks would have two names, and making it would hang.
+    """
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            host_group(mesh.get_group(dim))
+
+
 def ensure_axes(mesh: DeviceMesh | None, options: Any = None) -> Axes:
     """Return the axes of ``mesh``, or of a mesh over all ranks, that a plan or options ask for.
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trueshard import _torch
 from trueshard._torch import ShardedModule
-from trueshard.distributed import Axes, device_of, is_simulated
+from trueshard.distributed import Axes, connect_hosts, device_of, is_simulated
 from trueshard.model import names, registry
 from trueshard.model.intent import attributes_of
 from trueshard.model.names import Held, Index
@@ -72,6 +72,8 @@ def apply(
     root = names.unwrap(model)
     runtime = Runtime(root, plan, axes)
     registry.add(runtime, [patch.install for patch in PATCHES if plan.pipeline or not patch.of_stages])
+    if plan.pipeline:
+        connect_hosts(axes.all)
     index = index or Index(root)
     modules, originals = index.modules, index.parameters
     replicated = {whole.name for whole in plan.replicated}
