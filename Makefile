@@ -80,7 +80,8 @@ peers: $(READY)
 # What only a CUDA device runs, on one that is emulated on the CPU: docs/emulated-cuda.md.
 cuda: cuda-build
 	$(PYTEST) -m "rest or not rest" --deselect tests/test_emulated_cuda.py::test_some_features_on_two_devices \
-		tests/test_emulated_cuda.py tests/test_cuda_launchers.py tests/test_cuda_cost.py tests/test_cuda_commands.py
+		tests/test_emulated_cuda.py tests/test_cuda_launchers.py tests/test_cuda_cost.py tests/test_cuda_commands.py \
+		tests/test_cuda_recipes.py tests/test_gpu_session.py
 
 # Compiled anew only where its sources or torch have changed.
 cuda-build: $(READY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import forks
-from emulated_cuda import build
+from emulated_cuda import MEMORY, build
 from emulated_cuda.running import Run, run
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler: install g++, or set CXX")
@@ -47,6 +47,34 @@ ORDERED = """
     torch.cuda.current_stream().synchronize()
     assert on_host.sum() == 2000
 """
+LIMITED = """
+    import torch
+    kept = torch.empty(2 << 20, device="cuda")
+    del kept
+    data = torch.empty(3 << 20, device="cuda")  # what was kept goes back to the system first
+    assert torch.cuda.memory_reserved() == torch.cuda.memory_allocated("cuda:0") == 12 << 20
+    assert torch.cuda.mem_get_info(0) == (4 << 20, 16 << 20)
+    assert torch.cuda.memory_allocated(1) == 0
+    for ask in (lambda: torch.empty(2 << 20, device="cuda"), lambda: data.untyped_storage().resize_(20 << 20)):
+        try:
+            ask()
+        except torch.OutOfMemoryError as error:
+            print(error)
+    torch.empty(2 << 20, device="cuda:1")
+    del data
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 0
+    assert torch.cuda.max_memory_reserved() == 12 << 20
+"""
+CAPTURED = """
+    import importlib.util
+    importlib.util.find_spec("torch")  # as transformers does it first
+    import torch
+    @torch.compile(backend="eager", fullgraph=True)
+    def twice(values):
+        return 2 * values + torch.ones(3, device="cuda")
+    print(twice(torch.ones(3, device="cuda")).tolist())
+"""
 COLLECTIVES = {
     "the first NCCL call of a group": """
         if rank < 2:
@@ -75,6 +103,23 @@ def test_each_fault_is_seen_once_and_what_is_ordered_is_none(tmp_path: Path) -> 
     for fault in FAULTS:
         assert [each for each in done.faults if each.startswith(f"1 × {fault}") and "program.py" in each], done.faults
     assert sum("Stream.synchronize" in each for each in done.waits) == 1
+
+
+@pytest.mark.rest
+def test_memory_ends_where_it_is_said_to(tmp_path: Path) -> None:
+    limit = {MEMORY: str(16 << 20)}
+    done = run([sys.executable, program(tmp_path, LIMITED)], devices=2, variables=limit)
+    assert done.code == 0, done.output
+    assert not done.faults
+    for size in ("8.00 MiB. GPU 0", "20.00 MiB. GPU 0"):
+        assert f"CUDA out of memory. Tried to allocate {size} has a total capacity of 16.00 MiB" in done.output
+
+
+@pytest.mark.rest
+def test_what_dynamo_captures_runs(tmp_path: Path) -> None:
+    done = run([sys.executable, program(tmp_path, CAPTURED)], devices=1)
+    assert done.code == 0, done.output
+    assert "[3.0, 3.0, 3.0]" in done.output
 
 
 @pytest.mark.rest

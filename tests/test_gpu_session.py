@@ -17,6 +17,8 @@ from benchmarks.gpu.__main__ import run
 from benchmarks.gpu.profiles import joined
 from benchmarks.gpu.session import ROOT, Outcome, Session
 from benchmarks.gpu.steps import STEPS, Step, contract
+from emulated_cuda import build
+from emulated_cuda.running import run as run_emulated
 
 MACHINE = {"gpus": [["A GPU", 2**36]], "torch": "2", "cuda": "13", "nccl": "2", "python": "3", "cores": 2}
 
@@ -121,3 +123,24 @@ def test_steps_run_on_a_cpu_too(tmp_path: Path) -> None:
     assert figures["cost"]["AdamW, fused"]["shard()"]["launches"] > 100
     assert figures["bandwidth"]["1 MiB"]["all-gather"] > 0
     assert 0 < figures["killed rank"]["seconds"] < figures["killed rank"]["limit"]
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler: install g++, or set CXX")
+def test_all_steps_run_on_an_emulated_device(tmp_path: Path) -> None:
+    """Tiny; what one device cannot show, or an emulated one, is left out and says why."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
+    done = run_emulated(["env", "-u", forks.ADDRESS, *command], devices=1, cwd=ROOT)
+    text = (tmp_path / "gpu.md").read_text()
+    assert done.code == 0, text
+    assert not done.faults
+    ended = {step["name"]: step for step in json.loads((tmp_path / "gpu.json").read_text())["steps"]}
+    assert list(ended) == ["environment", *(step.name for step in STEPS)]
+    for step in STEPS:
+        reason = (ended[step.name]["data"] or {}) if isinstance(ended[step.name]["data"], dict) else {}
+        assert ("left out" in reason) == (step.gpus > 1 or step.name == "releases"), step.name
+    assert "emulated CUDA device" in text.splitlines()[0]
+    assert "seconds, rates and bytes on this page mean nothing" in text
+    assert all("left out: inductor" in row["failed"] for row in ended["speed 8B"]["data"]["rows"] if row["compiled"])
+    assert "ran out of memory" in str(ended["out of memory"]["data"])

@@ -15,11 +15,17 @@ def page_of(session: Session) -> str:
     machine = session.machine
     gpus = machine["gpus"]
     name = f"{len(gpus)} × {gpus[0][0]} ({gpus[0][1] / 2**30:.0f} GiB)" if gpus else "no GPU"
+    is_emulated = machine.get("emulated", False)
     parts = [
-        "# On a GPU",
+        f"# On {'an emulated CUDA device' if is_emulated else 'a GPU'}",
         f"Written by `make gpu`: {name}, torch {machine['torch']} (CUDA {machine['cuda']}, NCCL {machine['nccl']}), "
         f"Python {machine['python']}, {machine['cores']} cores.",
     ]
+    if is_emulated:
+        parts.append(
+            "The device is emulated on the CPU (docs/emulated-cuda.md), whatever its name says: what is counted holds; "
+            "seconds, rates and bytes on this page mean nothing."
+        )
     if session.small:
         parts.append("Tiny models, to see that every step runs: seconds and rates on this page mean nothing.")
     rows = [(o.name, f"{o.seconds:.0f}", _ended(o)) for o in session.outcomes.values()]
@@ -72,7 +78,8 @@ def _environment(data: Mapping[str, str]) -> str:
 
 
 def _contract(data: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}" for name in data["failed"])
+    without = [f"Left out: {data['without']}."] if "without" in data else []
+    return "\n".join([*(f"- {name}" for name in data["failed"]), *without])
 
 
 def _speed(data: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRUESHARD_GPU_STEP"
 """Environment variable by which a step's processes are known, in whatever session or group they put themselves."""
+EMULATED = "EMULATED_CUDA" in os.environ
+"""True on the emulated device of the tests (docs/emulated-cuda.md): seconds mean nothing, and nothing is compiled."""
 LEAST = 15.0
 """Seconds that must be left for a step to begin."""
 

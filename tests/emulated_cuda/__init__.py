@@ -24,7 +24,7 @@ REPORTS = "EMULATED_CUDA_REPORTS"
 WAITS = "EMULATED_CUDA_WAITS"
 """1: reports hold each time that the host waits for the device, too"""
 MEMORY = "EMULATED_CUDA_MEMORY"
-"""Bytes that a device says it has"""
+"""Bytes that each process may have of a device; 79 GiB if it is not set"""
 
 
 def environment(folder: Path, devices: int, reports: Path | None = None, waits: bool = False) -> dict[str, str]:

@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 
-from emulated_cuda import MEMORY
-
-TOTAL = int(os.environ.get(MEMORY, 79 * 2**30))
 Properties = namedtuple(
     "Properties",
     "name total_memory multi_processor_count major minor warp_size max_threads_per_multi_processor "
     "regs_per_multiprocessor shared_memory_per_block L2_cache_size gcnArchName is_integrated uuid",
 )
-PROPERTIES = Properties("NVIDIA H100 80GB HBM3", TOTAL, 132, 9, 0, 32, 2048, 65536, 49152, 50 << 20, "", 0, "")
+PROPERTIES = Properties("NVIDIA H100 80GB HBM3", 0, 132, 9, 0, 32, 2048, 65536, 49152, 50 << 20, "", 0, "")
 cuda: Any = torch.cuda
 
 
@@ -71,7 +68,7 @@ def _adopt_devices(library: Any) -> None:
 
     def forked() -> None:
         nonlocal is_in_bad_fork
-        is_in_bad_fork = library.emulated_reserved() > 0
+        is_in_bad_fork = any(library.emulated_reserved(index) for index in range(8))
 
     def lazy_init() -> None:
         if is_in_bad_fork:
@@ -91,14 +88,19 @@ def _adopt_devices(library: Any) -> None:
     cuda._initialized = True
     cuda._is_in_bad_fork = lambda: is_in_bad_fork
     cuda._lazy_init = lazy_init
-    cuda._exchange_device = cuda._maybe_exchange_device = lambda index: library.emulated_exchange_device(index)
-    cuda.device_count = cuda._device_count_nvml = lambda: library.emulated_device_count()
+    # Each name has a function of its own: torch.compile refuses one that it finds under two.
+    cuda._exchange_device = lambda index: library.emulated_exchange_device(index)
+    cuda._maybe_exchange_device = lambda index: library.emulated_exchange_device(index)
+    cuda.device_count = lambda: library.emulated_device_count()
+    cuda._device_count_nvml = lambda: library.emulated_device_count()
     cuda.is_available = lambda: cuda.device_count() > 0
     cuda.current_device = lambda: library.emulated_device()
     cuda.set_device = set_device
     cuda._sleep = lambda cycles: library.emulated_spin(cycles)  # a nanosecond each
     cuda.synchronize = lambda device=None: library.emulated_synchronize()
-    cuda.get_device_properties = lambda device=None: PROPERTIES._replace(uuid=_uuid(_index(device)))
+    cuda.get_device_properties = lambda device=None: PROPERTIES._replace(
+        total_memory=library.emulated_total(), uuid=_uuid(_index(device))
+    )
     cuda.get_device_name = lambda device=None: PROPERTIES.name
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
     cuda.is_bf16_supported = lambda including_emulation=True: True
@@ -150,15 +152,21 @@ def _adopt_streams(library: Any) -> None:
 
 
 def _adopt_memory(library: Any) -> None:
+    def information(device: Any = None) -> tuple[int, int]:
+        total = library.emulated_total()
+        return total - library.emulated_reserved(_index(device)), total
+
     for name, function in {
-        "memory_allocated": lambda device=None: library.emulated_allocated(),
-        "max_memory_allocated": lambda device=None: library.emulated_peak(),
-        "memory_reserved": lambda device=None: library.emulated_reserved(),
-        "max_memory_reserved": lambda device=None: library.emulated_reserved(),
-        "mem_get_info": lambda device=None: (TOTAL - library.emulated_reserved(), TOTAL),
-        "memory_stats": lambda device=None: defaultdict(int, {"allocated_bytes.all.peak": library.emulated_peak()}),
-        "reset_peak_memory_stats": lambda device=None: library.emulated_reset_peak(),
-        "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: library.emulated_allocated(_index(device)),
+        "max_memory_allocated": lambda device=None: library.emulated_peak(_index(device)),
+        "memory_reserved": lambda device=None: library.emulated_reserved(_index(device)),
+        "max_memory_reserved": lambda device=None: library.emulated_peak_reserved(_index(device)),
+        "mem_get_info": information,
+        "memory_stats": lambda device=None: defaultdict(
+            int, {"allocated_bytes.all.peak": library.emulated_peak(_index(device))}
+        ),
+        "reset_peak_memory_stats": lambda device=None: library.emulated_reset_peak(_index(device)),
+        "empty_cache": lambda: library.emulated_empty_cache(),
     }.items():
         setattr(cuda, name, function)
         setattr(cuda.memory, name, function)
@@ -198,7 +206,9 @@ def _adopt_storages(library: Any) -> None:
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, size)
-        library.emulated_resize_storage(self._cdata, size)
+        refusal = library.emulated_resize_storage(self._cdata, size)
+        if refusal is not None:
+            raise torch.OutOfMemoryError(refusal.decode())
         return self
 
     def cloned(self: Any) -> Any:

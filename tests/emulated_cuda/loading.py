@@ -10,7 +10,7 @@ from typing import Any
 
 from emulated_cuda import FOLDER
 
-SIZES = ("allocated", "peak", "reserved", "operations")
+SIZES = ("total", "allocated", "peak", "reserved", "peak_reserved", "operations")
 
 
 def load_libraries() -> ctypes.CDLL:
@@ -25,7 +25,7 @@ def load_libraries() -> ctypes.CDLL:
     for name in SIZES:
         getattr(library, f"emulated_{name}").restype = ctypes.c_size_t
     library.emulated_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.emulated_resize_storage.restype = None
+    library.emulated_resize_storage.restype = ctypes.c_char_p
     library.emulated_spin.argtypes = [ctypes.c_int64]
     return library
 

@@ -1,6 +1,9 @@
 #include "memory.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -31,7 +34,7 @@ constexpr size_t REMEMBERED = 256;  // accesses of a block
 
 static std::map<uintptr_t, Block> blocks;
 static std::map<std::pair<int, size_t>, std::vector<Block*>> free_blocks;  // by stream and size
-static size_t allocated = 0, peak = 0, reserved = 0;
+static Usage usage[8];                                                   // by device
 
 static Block* block_at(uintptr_t address) {
   auto after = blocks.upper_bound(address);
@@ -71,15 +74,57 @@ static void give(void* pointer) {
   auto entry = blocks.find(reinterpret_cast<uintptr_t>(pointer));
   if (entry == blocks.end()) return;
   Block& block = entry->second;
-  allocated -= block.size;
+  usage[stream(block.stream).device].allocated -= block.size;
   if (block.is_recorded) block.accesses.clear();  // the real allocator waits for the streams that were recorded
   free_blocks[{block.stream, block.size}].push_back(&block);
+}
+
+size_t memory_of_device() {
+  const char* text = getenv("EMULATED_CUDA_MEMORY");
+  return text ? std::strtoull(text, nullptr, 10) : 79ull << 30;
+}
+
+void empty_cache(int device) {
+  Locked locked;
+  for (auto entry = free_blocks.begin(); entry != free_blocks.end();) {
+    if (stream(entry->first.first).device != device) {
+      ++entry;
+      continue;
+    }
+    for (Block* block : entry->second) {
+      usage[device].reserved -= block->size;
+      free(reinterpret_cast<void*>(block->start));
+      blocks.erase(block->start);
+    }
+    entry = free_blocks.erase(entry);
+  }
+}
+
+static std::string in_words(size_t bytes) {
+  char text[32];
+  const double size = static_cast<double>(bytes);
+  if (bytes < 1 << 20) snprintf(text, sizeof text, "%.2f KiB", size / (1 << 10));
+  else if (bytes < 1 << 30) snprintf(text, sizeof text, "%.2f MiB", size / (1 << 20));
+  else snprintf(text, sizeof text, "%.2f GiB", size / (1 << 30));
+  return text;
+}
+
+// As the real allocator: what it keeps is given back before it refuses.
+static void make_room(size_t size, int device) {
+  const size_t total = memory_of_device();
+  if (usage[device].reserved + size > total) empty_cache(device);
+  const auto& [allocated, peak, reserved, peak_reserved] = usage[device];
+  TORCH_CHECK_WITH(OutOfMemoryError, reserved + size <= total, "CUDA out of memory. Tried to allocate ", in_words(size), ". GPU ",
+                   device, " has a total capacity of ", in_words(total), " of which ", in_words(total - reserved),
+                   " is free. Of the allocated memory ", in_words(allocated), " is allocated by PyTorch (emulated CUDA)");
 }
 
 static void* take(size_t bytes, int device) {
   Locked locked;
   const size_t size = std::max<size_t>((bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, ALIGNMENT);
   const int s = current_stream(device);
+  auto& use = usage[device];
+  if (free_blocks[{s, size}].empty()) make_room(size, device);
   auto& list = free_blocks[{s, size}];
   Block* block;
   if (list.empty()) {
@@ -87,15 +132,16 @@ static void* take(size_t bytes, int device) {
     if (posix_memalign(&pointer, ALIGNMENT, size)) throw std::bad_alloc();
     auto start = reinterpret_cast<uintptr_t>(pointer);
     block = &blocks.emplace(start, Block{start, size, s}).first->second;
-    reserved += size;
+    use.reserved += size;
+    use.peak_reserved = std::max(use.peak_reserved, use.reserved);
   } else {
     block = list.back();
     list.pop_back();
     block->life++;
     block->is_recorded = false;
   }
-  allocated += size;
-  peak = std::max(peak, allocated);
+  use.allocated += size;
+  use.peak = std::max(use.peak, use.allocated);
   auto* pointer = reinterpret_cast<void*>(block->start);
   memset(pointer, 0xFF, size);  // not a number, of every dtype of floats: what is read before it is written shows
   return pointer;
@@ -129,10 +175,11 @@ void record_stream(const c10::DataPtr& pointer) {
   if (pointer.get_deleter() == &give && entry != blocks.end()) entry->second.is_recorded = true;
 }
 
-size_t allocated_bytes() { return allocated; }
-size_t peak_bytes() { return peak; }
-size_t reserved_bytes() { return reserved; }
-void reset_peak() { peak = allocated; }
+Usage usage_of(int device) { return usage[device]; }
+void reset_peak(int device) {
+  usage[device].peak = usage[device].allocated;
+  usage[device].peak_reserved = usage[device].reserved;
+}
 
 static at::AllocatorRegisterer<c10::DeviceType::CUDA> registered(&device_allocator());
 

@@ -16,9 +16,13 @@ void access(int stream, uint64_t time, const void* start, size_t bytes, bool is_
 // Tensor.record_stream(): the block is reused only once that stream is through with it.
 void record_stream(const c10::DataPtr& pointer);
 
-size_t allocated_bytes();
-size_t peak_bytes();
-size_t reserved_bytes();
-void reset_peak();
+struct Usage {
+  size_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0;  // bytes
+};
+Usage usage_of(int device);
+void reset_peak(int device);
+// What EMULATED_CUDA_MEMORY says, of each device for each process. Above it, allocation raises c10::OutOfMemoryError.
+size_t memory_of_device();
+void empty_cache(int device);  // free blocks go back to the system
 
 }  // namespace emulated

@@ -16,13 +16,24 @@ int emulated_exchange_device(int device) {
 }
 void emulated_spin(int64_t nanoseconds) { emulated::spin(emulated::current_device(), nanoseconds); }
 void emulated_synchronize() { emulated::host_waits_for_all("torch.cuda.synchronize"); }
-void emulated_resize_storage(void* storage, size_t bytes) {
-  emulated::resize_storage(static_cast<c10::StorageImpl*>(storage), bytes);
+// Returns why there is no memory for it, or null: ctypes lets no exception through.
+const char* emulated_resize_storage(void* storage, size_t bytes) {
+  static thread_local std::string refusal;
+  try {
+    emulated::resize_storage(static_cast<c10::StorageImpl*>(storage), bytes);
+    return nullptr;
+  } catch (const c10::OutOfMemoryError& error) {
+    refusal = error.what_without_backtrace();
+    return refusal.c_str();
+  }
 }
 void emulated_give_default_generators(int on) { emulated::give_default_generators(on); }
-size_t emulated_allocated() { return emulated::allocated_bytes(); }
-size_t emulated_peak() { return emulated::peak_bytes(); }
-size_t emulated_reserved() { return emulated::reserved_bytes(); }
-void emulated_reset_peak() { emulated::reset_peak(); }
+size_t emulated_total() { return emulated::memory_of_device(); }
+size_t emulated_allocated(int device) { return emulated::usage_of(device).allocated; }
+size_t emulated_peak(int device) { return emulated::usage_of(device).peak; }
+size_t emulated_reserved(int device) { return emulated::usage_of(device).reserved; }
+size_t emulated_peak_reserved(int device) { return emulated::usage_of(device).peak_reserved; }
+void emulated_reset_peak(int device) { emulated::reset_peak(device); }
+void emulated_empty_cache() { emulated::empty_cache(emulated::current_device()); }
 size_t emulated_operations() { return emulated::operations(); }
 }
