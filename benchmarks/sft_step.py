@@ -3,13 +3,14 @@
 - Every turn is a training of its own in fresh processes, since Accelerate's state is one for a process; the ways take
   turns, forwards and backwards. A turn's figure is the median of its steps, without the first ones; the slowest rank
   counts.
-- The peak is that of the allocator's own account over the whole of a training, from before the model is built.
+- The peak is the highest in the last of a few steps, of what the allocator gave out from before the model was built.
 - Losses are held against those under DDP.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,12 @@ from benchmarks.paired import Ratio, few
 from benchmarks.peers import OURS, reason
 from benchmarks.peers.fine_tuning import DDP, WAYS, train
 from benchmarks.peers.recipe import Recipe
+from benchmarks.peers.trainers import MARK
 from benchmarks.peers.training import TOLERANCE
 from benchmarks.peers_step import MIDDLE
 from benchmarks.processes import on_ranks
 from benchmarks.table import Over, Table, Tell
-from tests.meter import gloo_lets_go, meter, peak_and_rest
+from tests.meter import gloo_lets_go, meter
 
 RANKS = 2
 TURNS = 5
@@ -35,7 +37,7 @@ STEPS = 14
 WARM_UP = 4
 """Of these, the first ones, which do not count."""
 METERED = 3
-"""Steps of a training whose memory is counted: the first makes the optimizer's state."""
+"""Steps of a training of which the last's memory is counted: the first makes the optimizer's state."""
 CLOCKS = ("step, s", "processor time of a step, s")
 
 
@@ -85,7 +87,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 
 def peak(way: str, recipe: Recipe) -> int:
-    """Return the bytes of tensors that a whole training on this rank holds at its peak."""
+    """Return the bytes that tensors of this rank hold at the peak of the last of a few steps."""
     gc.collect()
 
     def whole() -> Iterator[Any]:
@@ -94,7 +96,8 @@ def peak(way: str, recipe: Recipe) -> int:
     # Without oneDNN: how much it takes beside its results depends on the processor.
     with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
         (changes,) = meter(whole()).steps
-    return peak_and_rest([change.bytes for change in changes])[0]
+    live = itertools.accumulate(change.bytes for change in changes)
+    return max(held for held, change in zip(live, changes, strict=True) if MARK in change.inside)
 
 
 def _take_turn(found: Found, way: str, recipe: Recipe, steps: int) -> None:
@@ -153,7 +156,6 @@ def _note() -> str:
         "parameters. On CPUs Accelerate quietly runs DDP where FSDP2 is asked for, so it is told that it is on an "
         "accelerator. LoRA: rank 8 on all linear layers of the blocks. Ratios are of TrueShard over the other, below "
         f"one it takes less: medians over {TURNS} turns of {STEPS} steps, of which {STEPS - WARM_UP} count. Memory is "
-        "what tensors take at the highest, from before the model is built to the end, by the allocator's own events, "
-        "gloo's buffers left out. A cell says that something else was trained where a loss was more than "
-        f"{TOLERANCE:.0e} nats from TrueShard's."
+        "what tensors hold at the peak of a later step, by the allocator's own events, gloo's buffers left out. A cell "
+        f"says that something else was trained where a loss was more than {TOLERANCE:.0e} nats from TrueShard's."
     )

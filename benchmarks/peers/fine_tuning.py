@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.peers import OURS
 from benchmarks.peers.environment import environment
 from benchmarks.peers.recipe import Recipe
-from benchmarks.peers.trainers import clock, is_sharded, silent, train_with_fsdp2
+from benchmarks.peers.trainers import clock, is_sharded, marking, silent, train_with_fsdp2
 
 TOKENIZER = Path(__file__).parents[2] / "examples/models/sort"
 """Tells padding from text alone: samples are numbers of tokens already."""
@@ -80,7 +80,7 @@ def train(way: str, recipe: Recipe, steps: int) -> Run:
             ),
             train_dataset=Dataset.from_list([{"input_ids": ids} for batch in batches for ids in batch]),
             processing_class=AutoTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True),
-            callbacks=[clock(found.steps)],
+            callbacks=[clock(found.steps), marking()],
         )
         torch.set_num_threads(1)
         trainer.train()

@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.peers.accelerated import use_fsdp2
 
+MARK = "the last step"
+
 
 def clock(steps: list[tuple[float, float]]) -> Any:
     """Return a callback that adds the seconds of each step, by the wall's and the processor's clock, to ``steps``.
@@ -28,6 +30,24 @@ def clock(steps: list[tuple[float, float]]) -> Any:
             steps.append((self.last[0] - wall, self.last[1] - processor))
 
     return Clock()
+
+
+def marking() -> Any:
+    """Return a callback that puts the last step under ``MARK`` in profiles."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Marking(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self.last = torch.profiler.record_function(MARK)
+            if state.global_step == args.max_steps - 1:
+                self.last.__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == args.max_steps:
+                self.last.__exit__(None, None, None)
+
+    return Marking()
 
 
 def train_with_fsdp2(trainer: Any, *, always: bool) -> None:
