@@ -358,6 +358,8 @@ def test_arguments_that_a_sharded_model_cannot_follow_are_named(rank: int, world
     for key in ("bf16_full_eval", "save_on_each_node"):
         with pytest.raises(ValueError, match=f"{key}=True: "):
             made(rank, world_size, str(tmp_path), **{key: True})
+    with pytest.raises(ValueError, match="mixed_precision='fp16': "):
+        made(rank, world_size, str(tmp_path), fp16=True)
     if world_size > 1:
         with pytest.raises(ValueError, match="fsdp=True: TrueShard shards"):
             made(rank, world_size, str(tmp_path), fsdp=True)

@@ -39,7 +39,7 @@ from trueshard.sharding.hooks import runtime_of
 with with_extra():
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DynamoBackend, ParallelismConfig, recursively_apply
+    from accelerate.utils import DynamoBackend, ParallelismConfig, PrecisionType, recursively_apply
 
 FOLDER = "trueshard"
 """Folder of models and optimizers in what ``save_state`` writes."""
@@ -96,6 +96,8 @@ class Accelerator(accelerate.Accelerator):
             options.setdefault("mixed_precision", precision)
         elif precision != "no" and plan is not None and plan.mixed_precision is None:
             raise ValueError(f"mixed_precision={precision!r}: the plan computes in the stored dtype; plan with it")
+        if precision == PrecisionType.FP16.value and self.scaler is None:
+            raise ValueError("mixed_precision='fp16': on a CPU accelerate does not scale gradients; set it to bf16")
         dynamo, is_none = self.state.dynamo_plugin, DynamoBackend.NO
         if dynamo.backend not in (is_none, DynamoBackend.INDUCTOR) or dynamo.mode not in (None, "default"):
             raise ValueError("dynamo_plugin: units are compiled by inductor in its default mode; leave the rest out")
