@@ -29,6 +29,7 @@ from stepping import accumulate
 from trueshard import _torch, distributed
 from trueshard.checkpoint import saving
 from trueshard.checkpoint.hashing import hash_here
+from trueshard.checkpoint.snapshot_parts import ROOT
 from trueshard.optim import exact
 from trueshard.optim.shards import group_shards
 from trueshard.planner.hardware import hardware
@@ -466,8 +467,8 @@ def test_saves_are_staged_in_the_same_pinned_memory(rank: int, world_size: int, 
         expected = parameters(model)
         train("llama", model, [optimizer], (rank, world_size))
         saved.wait()
-        places.append(saving._pinned.data_ptr())
-        assert saving._pinned.is_pinned()
+        places.append(saving._staging._pinned.data_ptr())
+        assert saving._staging._pinned.is_pinned()
         trueshard.load(tmp_path / str(number), model=model, optimizer=optimizer)
         assert_same(parameters(model), expected)
     assert places[0] == places[1]
@@ -493,6 +494,33 @@ def test_saves_in_the_background_hold_what_was_there_while_training_goes_on(
     for number, expected in enumerate(hashes):
         trueshard.load(tmp_path / str(number), model=model, optimizer=named)
         assert trueshard.state_hash(model, named) == expected
+
+
+@rest
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@on("devices")
+def test_a_snapshot_is_what_was_on_the_device(rank: int, world_size: int, offload: Any, tmp_path: Path) -> None:
+    """Training goes on at once, over the memory that is copied from."""
+    os.environ[ROOT] = str(tmp_path)
+    model = CASES["llama"].build(0).cuda()
+    (optimizer,) = adamw(model, fused=True)
+    trueshard.shard(model, optimizer, offload=offload)
+    snapshots, expected = trueshard.Snapshots("device"), []
+    for step in (1, 2):
+        train("llama", model, [optimizer], (rank, world_size))
+        snapshots.save(step, model=model, optimizer=optimizer)
+        expected = [parameters(model)]
+    train("llama", model, [optimizer], (rank, world_size))
+    expected.append(parameters(model))
+    assert trueshard.Snapshots("device").load(model=model, optimizer=optimizer, after=2) is None
+    snapshots.load(model=model, optimizer=optimizer)
+    assert snapshots.step == 2
+    assert_same(parameters(model), expected[0])
+    train("llama", model, [optimizer], (rank, world_size))
+    assert_same(parameters(model), expected[1])
+    dist.barrier()
+    snapshots.close()
+    del os.environ[ROOT]
 
 
 @rest

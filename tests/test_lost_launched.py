@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+import trueshard
 from messages import lacking
 from running import TORCHRUN, curve, end, kill, metrics, project, run, start, wait_for_steps, wait_until, workers_of
 
 MEMORY = ("--set", "train.memory_every=1", "--set", "run.restarts=1")
 TWICE = ("--nproc", "2")
 KILL, STOP, TERM, SEGV = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV
+SOURCES = Path(trueshard.__file__).parents[1]
 LIMIT = 9
 """Seconds that ranks wait for one another: `run.timeout`."""
 
@@ -89,12 +91,57 @@ def test_a_run_goes_on_from_memory_and_says_what_it_cost(
     code, out, err = end(process)
     assert code == 0, out + err
     assert lacking(out + err, *loss.said) == [], out + err
+    assert "Traceback" not in err, err
     hold(folder, undisturbed, memory)
     (record,) = [record for record in metrics(folder) if "incident" in record]
     assert record["step"] > 24
     assert record["incident_seconds"] == pytest.approx(sum(record["incident_parts"].values()), abs=0.05)
     assert lacking(out, "1 incident, ", "goodput ") == []
     assert f"Went on from step {record['step'] - 1} in memory in {record['incident_seconds']:.1f} s" in out
+
+
+RAISING = """
+import os, torch
+class Raising(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+    def step(self):
+        super().step()
+        if self.last_epoch == 9 and os.environ.get("RANK") == "1" and not os.path.exists("raised"):
+            open("raised", "w").close()
+            raise ArithmeticError("only once")
+"""
+
+
+@pytest.mark.rest
+def test_an_error_of_one_rank_is_shown_and_past_at_the_next_start(
+    undisturbed: Path, memory: Path, tmp_path: Path
+) -> None:
+    folder = project(tmp_path / "raising")
+    (folder / "raising.py").write_text(RAISING)
+    text = (folder / "train.toml").read_text().replace('decay = "constant"', 'class = "raising.Raising"')
+    (folder / "train.toml").write_text(text)
+    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": f"{SOURCES}:{folder}"}
+    code, out, err = end(start(folder, *TWICE, *MEMORY, **paths))
+    assert code == 0, out + err
+    assert lacking(err, "rank 1 failed", "ArithmeticError: only once", "from step 8 in memory (1 of 1)") == []
+    assert err.count("Traceback") == 1, err
+    hold(folder, undisturbed, memory)
+
+
+@pytest.mark.rest
+def test_preemption_leaves_a_checkpoint_on_disk_and_nothing_in_memory(
+    undisturbed: Path, memory: Path, tmp_path: Path
+) -> None:
+    folder = project(tmp_path / "preempted")
+    process = start(folder, *TWICE, *MEMORY, TRUESHARD_MEMORY=str(memory))
+    wait_for_steps(folder, process, 25)
+    process.send_signal(TERM)
+    code, out, err = end(process)
+    assert (code, err) == (130, ""), out + err
+    assert os.listdir(memory) == []
+    assert "from run/checkpoints/step-000000" in run(folder, *TWICE, *MEMORY, TRUESHARD_MEMORY=str(memory))
+    hold(folder, undisturbed, memory)
 
 
 @pytest.mark.rest
@@ -165,7 +212,7 @@ def test_what_comes_back_at_the_same_step_ends_the_run_and_keeps_the_step(
     text = (folder / "train.toml").read_text().replace('decay = "constant"', 'class = "fails.Fails"')
     (folder / "train.toml").write_text(text)
     words = ("--set", "train.memory_every=1", "--set", "run.restarts=2")
-    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{folder}"}
+    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": f"{SOURCES}:{folder}"}
     code, out, err = end(start(folder, *TWICE, *words, **paths))
     assert code == 1, out + err
     assert err.count("starting again from step 8 in memory") == 2, err

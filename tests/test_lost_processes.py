@@ -6,6 +6,7 @@ is done by the test: start all ranks again. How the launcher does it stands in `
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,7 +33,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
 }
 REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
     "text, for long": ("pretrain", PRETRAIN, 200, 50),
-    "exact": ("pretrain", (*PRETRAIN, "train.exact=true"), 30, 6),
+    "exact": ("pretrain", (*PRETRAIN, "train.exact=true", "train.batch_size=12"), 30, 6),
     "tensor": ("tensor", overrides_of("tensor"), 12, 4),
     "chats": ("sft", overrides_of("sft"), 12, 4),
     "LoRA": ("lora", overrides_of("lora"), 12, 4),
@@ -54,14 +55,18 @@ def steps_of(folder: Path) -> int:
 
 
 def until_done(
-    pool: Pool, ranks: Ranks, folder: Path, name: str, words: tuple[str, ...], draws: random.Random, losses: list[int]
+    pool: Pool, folder: Path, name: str, words: tuple[str, ...], draws: random.Random, losses: list[int], others: bool
 ) -> int:
-    """Run with a process lost whenever so many steps are reached; return the steps that were done twice."""
-    again = 0
+    """Run with a process lost whenever so many steps are reached; return the steps that were done twice.
+
+    ``others``: each start is at another number of ranks.
+    """
+    again, counts = 0, itertools.cycle((3, 2) if others else (2,))
+    ranks = Ranks(2, pool)
     while True:
         result: list[BaseException | None] = []
 
-        def attempt(result: list[BaseException | None] = result) -> None:
+        def attempt(ranks: Ranks = ranks, result: list[BaseException | None] = result) -> None:
             try:
                 ranks.run(run_once, os.environ[ROOT], name, str(folder), words, timeout=240)
                 result.append(None)
@@ -70,16 +75,19 @@ def until_done(
 
         thread = threading.Thread(target=attempt)
         thread.start()
-        while losses and (steps_of(folder) < losses[0] or len(pool.workers) < ranks.count) and thread.is_alive():
+        due = losses[0] if losses and draws.random() > 0.2 else 0
+        while losses and (steps_of(folder) < due or len(pool.workers) < ranks.count) and thread.is_alive():
             time.sleep(0.005)
         if losses and thread.is_alive():
             losses.pop(0)
-            time.sleep(draws.random() * 0.1)
+            # Some as soon as the ranks are there: while they begin, or load.
+            time.sleep(draws.random() * (0.1 if due else 1.0))
             victim, number = draws.randrange(ranks.count), draws.choice([signal.SIGKILL, signal.SIGSEGV])
             with suppress(ProcessLookupError):
                 os.kill(pool.workers[victim].process.pid, number)
             thread.join()
             pool.drop(list(pool.workers.values()))
+            ranks = Ranks(next(counts), pool)
             parts = newest_parts(folder, folder / "memory")
             again += steps_of(folder) - (parts[0].step if parts else 0)
         else:
@@ -99,7 +107,8 @@ def hold(way: tuple[str, tuple[str, ...], int, int], pool: Pool, folder: Path, m
     undisturbed = ranks.run(run_once, str(memory), name, str(folder / "undisturbed"), words, timeout=240)[0]
     assert undisturbed["code"] == 0
     losses = sorted(draws.randrange(1, steps) for _ in range(count))
-    again = until_done(pool, ranks, folder / "run", name, (*words, *EACH_STEP), draws, losses)
+    others = "train.exact=true" in words
+    again = until_done(pool, folder / "run", name, (*words, *EACH_STEP), draws, losses, others)
     assert not losses
     assert again <= count
     ends = [folder / run / "checkpoints" / f"step-{steps:08d}" for run in ("undisturbed", "run")]

@@ -101,7 +101,7 @@ def _hold(pool: Pool, folder: Path, names: list[str], source: str, layout: str) 
     assert [f"{name}: {text}" for one in loaded for name, text in one.items() if text] == []
 
 
-@pytest.mark.parametrize("layout", ["2", "3"])
+@pytest.mark.parametrize("layout", [pytest.param("2", marks=pytest.mark.rest), "3"])
 def test_processes_that_start_later_go_on_with_the_same_bits(layout: str, pool: Pool, tmp_path: Path) -> None:
     _hold(pool, tmp_path, list(FEW), "2", layout)
 
@@ -197,7 +197,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("what", ["a bit", *(pytest.param(name, marks=pytest.mark.rest) for name in [*DAMAGE][1:])])
 def test_a_part_that_is_not_whole_leaves_the_step_before(what: str, pool: Pool, tmp_path: Path) -> None:
     saved = Ranks(2, pool).run(save_here, str(tmp_path))
     (part,) = (tmp_path / "host0").glob("*/slot-1/rank-00001")
@@ -207,6 +207,7 @@ def test_a_part_that_is_not_whole_leaves_the_step_before(what: str, pool: Pool, 
         assert_same(state, saved[rank][0])
 
 
+@pytest.mark.rest
 def test_no_other_user_can_read_a_snapshot_or_put_one_there(pool: Pool, tmp_path: Path) -> None:
     Ranks(2, pool).run(save_here, str(tmp_path))
     (folder,) = (tmp_path / "host0").iterdir()

@@ -45,7 +45,7 @@ from trueshard.checkpoint.snapshot_parts import (
     record_of,
     view_of,
 )
-from trueshard.errors import own_errors, warn_user
+from trueshard.errors import RankFailed, own_errors, warn_user
 from trueshard.files import replace_text
 from trueshard.model.regions import Region, common, coordinate_of, extent, inside, put, region_of, take
 
@@ -118,7 +118,7 @@ class Snapshots:
         Raises:
             ValueError, TypeError: an argument cannot be saved; the message names it.
             OSError: there is no room, and no ``fallback``.
-            RuntimeError: another rank was lost during the save before.
+            RuntimeError: another rank was lost during the save before (``RankFailed``).
         """
         self.wait()
         models, optimizers = state.by_prefix(model, optimizer)
@@ -151,7 +151,10 @@ class Snapshots:
             text = record_of(about, checksum_of(data), lasting_part)
             slot.publish(text)
             self._exchange_copies(ranks, about["slot"], text, data)
-            ranks.attempt(f"the snapshot of step {step} was not completed", lambda: None)
+            try:
+                ranks.attempt("", lambda: None)
+            except RuntimeError as error:  # the group's: nothing of this rank can fail here
+                raise RankFailed(f"the snapshot of step {step} is not whole on every rank ({error})") from error
 
         self.step, self._next = step, (self._next + 1) % SLOTS
         self._saving = Saving(complete, f"snapshot of step {step}")

@@ -228,7 +228,15 @@ def _training_phases(config: Config, study: Study, hardware: Hardware) -> tuple[
     else:
         live, seconds = stays + copies + step, 2 * copies / hardware.host_memory_bandwidth
         needs = {"copies": copies, "step": step}
-    return (*phases, StepPhase("saving", live, seconds, needs, notes, every))
+    phases.append(StepPhase("saving", live, seconds, needs, notes, every))
+    if config.train.memory_every is not None:
+        held = 2 * sum(one.bytes for one in study.trace.resident if one.kind in ("parameters", "optimizer"))
+        held *= 1 + config.train.memory_copies
+        notes = (f"{size(held)} of host memory a rank, for as long as the run lasts",)
+        # On a CPU that is the memory in which the ranks are, too.
+        live, needs = (stays, {}) if hardware.streams else (stays + held + step, {"snapshots": held, "step": step})
+        phases.append(StepPhase("snapshot", live, seconds, needs, notes, config.train.memory_every))
+    return tuple(phases)
 
 
 # What becomes of a forecast
