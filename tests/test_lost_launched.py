@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -236,6 +237,42 @@ def test_torchrun_goes_on_from_memory(undisturbed: Path, memory: Path, tmp_path:
     assert code == 0, out + err
     assert "from memory" in out
     hold(folder, undisturbed, memory)
+
+
+def agents(folder: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:
+    """A torchrun for each of two hosts, each with a memory of its own, at a new port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = ("--master-addr", "localhost", "--master-port", str(free.getsockname()[1]))
+    options = ("train.memory_every=1", "train.memory_copies=1", f"run.timeout={LIMIT}")
+    result = []
+    for number, memory in enumerate(memories):
+        memory.mkdir(exist_ok=True)
+        node = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number))
+        python = (*TORCHRUN, *node, *place, "-m", "trueshard")
+        variables = {"TRUESHARD_MEMORY": str(memory), "TMPDIR": str(memory.parent)}
+        result.append(start(folder, *(f"--set={option}" for option in options), python=python, **variables))
+    return result
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_is_lost_with_its_memory_is_replaced(lost: int, undisturbed: Path, tmp_path: Path) -> None:
+    folder, memories = project(tmp_path / "hosts"), [tmp_path / "one", tmp_path / "two"]
+    started = agents(folder, memories)
+    wait_for_steps(folder, started[0], 25)
+    for process in [psutil.Process(started[lost].pid), *workers_of(started[lost].pid)]:
+        kill(process)
+    assert end(started[1 - lost])[0] != 0
+    started[lost].communicate()
+    shutil.rmtree(memories[lost])
+    ends = [end(process) for process in agents(folder, memories)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert any("from memory" in out for _, out, _ in ends)
+    assert curve(folder) == curve(undisturbed)
+    assert weights(folder) == weights(undisturbed)
+    assert [os.listdir(memory) for memory in memories] == [[], []]
 
 
 @pytest.mark.rest

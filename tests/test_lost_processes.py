@@ -89,7 +89,8 @@ def until_done(
             pool.drop(list(pool.workers.values()))
             ranks = Ranks(next(counts), pool)
             parts = newest_parts(folder, folder / "memory")
-            again += steps_of(folder) - (parts[0].step if parts else 0)
+            saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+            again += steps_of(folder) - max([0, *saved, *(part.step for part in parts)])
         else:
             thread.join()
             if result[0] is None:

@@ -233,3 +233,29 @@ def test_a_rank_that_is_killed_while_it_saves_loses_one_step_at_most(pool: Pool,
         Ranks(2, pool).run(save_twice, str(tmp_path))
     steps = {step for step, _ in Ranks(2, pool).run(load_on_hosts, str(tmp_path))}
     assert steps in ({6}, {7})
+
+
+def fit(rank: int, world_size: int, folder: str, checkpoints: str) -> tuple[int, list[str]]:
+    """A run of four steps whose end is on disk, as it should be however it began."""
+    model = SETUPS["tied"].build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trueshard.shard(model, optimizer)
+    trainer = trueshard.Trainer(
+        model,
+        optimizer,
+        range(100),
+        loss=lambda model, step: SETUPS["tied"].loss(model, step, rank, world_size),
+        steps=4,
+        checkpoints=trueshard.Checkpoints(checkpoints),
+        snapshots=_snapshots(Path(folder), "fit"),
+    )
+    assert trainer.fit()
+    return trainer.batches, sorted(path.name for path in Path(checkpoints).iterdir())
+
+
+def test_a_checkpoint_that_was_lost_while_it_was_written_is_written_by_the_next_start(
+    ranks2: Ranks, tmp_path: Path
+) -> None:
+    expected = [(4, ["latest", "step-00000004"])] * 2
+    assert ranks2.run(fit, str(tmp_path), str(tmp_path / "lost")) == expected
+    assert ranks2.run(fit, str(tmp_path), str(tmp_path / "found")) == expected

@@ -248,12 +248,9 @@ class Trainer:
                 except ReplicasDiffer as error:
                     self._step_back(error)
                     continue
-                last = self.step == self.steps or bool(self.stopped)
                 score = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
                 self._stall = self._keep(score)
-                best = self.patience is not None and score == self.best
-                if self.checkpoints is not None and (last or best or self._due(self.checkpoint_every)):
-                    self._stall += self.save(score)
+                self._stall += self._save_if_due(score)
             self._wait_for_checkpoint()
         except NonFiniteLoss:
             self._wait_for_checkpoint()
@@ -423,6 +420,13 @@ class Trainer:
         self._tell("on_checkpoint", self.checkpoints.path(self.step))
         return seconds
 
+    def _save_if_due(self, evaluation: float) -> float:
+        """Begin a checkpoint if this step is to have one; return the seconds that training stood still. Collective."""
+        last = self.step >= self.steps or bool(self.stopped)
+        best = self.patience is not None and evaluation == self.best
+        is_due = self.checkpoints is not None and (last or best or self._due(self.checkpoint_every))
+        return self.save(evaluation) if is_due else 0.0
+
     def resume(self) -> Mapping[str, Any] | None:
         """Load the newest step from disk or memory, if there is one; return what ``load`` found. Collective."""
         if self.step:
@@ -433,8 +437,10 @@ class Trainer:
         result = None if self.snapshots is None else self.snapshots.load(**state, after=newest)
         if result is not None:
             self.load_state_dict(result["trainer"])
-            if self.checkpoints is not None and self._due(self.checkpoint_every):  # it was lost while it was written
-                self._stall = self.save(result["progress"]["evaluation"])
+            self._lose_patience()
+            self._stall = self._save_if_due(
+                result["progress"]["evaluation"]
+            )  # it may have been lost while it was written
         elif self.checkpoints is not None and newest >= 0:
             result = load(self.checkpoints.path(newest), **state)
             self.load_state_dict(result["trainer"])
