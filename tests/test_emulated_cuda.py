@@ -60,7 +60,9 @@ LIMITED = """
             ask()
         except torch.OutOfMemoryError as error:
             print(error)
-    torch.empty(2 << 20, device="cuda:1")
+    there = data.zero_().to("cuda:1")  # the streams of both devices wait for one another
+    data.add_(1)
+    assert not there.sum()
     del data
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == 0

@@ -55,11 +55,22 @@ class Training:
         else:
             self.optimizers = optimizers_of(self.model, optimizer)
             trueshard.shard(self.model, *self.optimizers, **{"mixed_precision": "bf16"} | words)
-        self._by_hand = by_hand
+        self._by_hand, self._shares = by_hand, words.get("context", 1) > 1
 
     def batch(self) -> torch.Tensor:
+        """The next batch, on the device; the same on all ranks, which share its sequences where they have a context."""
         self._batches += 1
         return self.shape.batch(self._batches).to(self.device)
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        import trueshard
+
+        if not self._shares:
+            return loss_of(self.model, batch)
+        loss: torch.Tensor = self.model(
+            **trueshard.split_sequence(self.model, {"input_ids": batch, "labels": batch})
+        ).loss
+        return loss
 
     def step(self, batch: torch.Tensor | None = None) -> torch.Tensor:
         """One step of ``pieces`` microbatches; return the last loss, on the device."""
@@ -70,11 +81,11 @@ class Training:
             inputs = self.batch() if batch is None else batch
             if self._by_hand:
                 self.model.set_requires_gradient_sync(is_last)
-                loss = loss_of(self.model, inputs) / self.pieces
+                loss = self._loss(inputs) / self.pieces
                 loss.backward()
             else:
                 with trueshard.accumulate(self.model, last=is_last):
-                    loss = loss_of(self.model, inputs) / self.pieces
+                    loss = self._loss(inputs) / self.pieces
                     loss.backward()
         self._clip(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:

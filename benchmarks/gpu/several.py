@@ -142,6 +142,8 @@ def logs_lines(logs: Path) -> list[str]:
 
 def lose(how: str, device: str) -> None:
     """Train until the last rank dies or hangs; run on every rank."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     training = Training(SMALL, device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(10_000):

@@ -75,7 +75,11 @@ static at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
   const Launched launched("Memcpy");
   Locked locked;
   const int s = current_stream(device);
+  // Between two devices, the current streams of both wait for one another, before and after, as on CUDA.
+  const int other = self.is_cuda() && source.is_cuda() ? current_stream(source.get_device()) : s;
+  join(stream(s).clock, stream(other).clock);
   const auto time = begin(s);
+  join(stream(other).clock, stream(s).clock);
   if (self.is_cuda()) touch(s, time, self, true, "aten::copy_");
   if (source.is_cuda()) touch(s, time, source, false, "aten::copy_");
   if (self.is_cuda() && source.is_cuda()) cpu_alias(self).copy_(cpu_alias(source).expand(self.sizes()));
