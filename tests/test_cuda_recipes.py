@@ -27,7 +27,7 @@ WORDS = {
     **{name: overrides_of(name) for name in RECIPES},
     **{name: small(name) for name in RL_RECIPES},
     "long_context": (*LONG, "schedule.warmup_steps=1", "sample.tokens=4"),
-    "exact": (*overrides_of("pretrain"), "train.exact=true", "train.microbatch=1", "train.accumulate=2"),
+    "exact": (*overrides_of("pretrain"), "train.exact=true", "train.microbatch=1"),
 }
 """Recipe → what is set to make it short."""
 
