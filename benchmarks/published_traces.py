@@ -115,7 +115,7 @@ class ExpandableAllocator(CachingAllocator):
         end = self.ends[pool]
         base = end // _ADDRESSES * _ADDRESSES
         start = end
-        if (last := pool.edges.get((base, end))) is not None and last.end == end:
+        if (last := pool.ends.get(end)) is not None:
             pool.remove(last)
             start = last.address
         more = round_up(start + size - end, pool.segment)

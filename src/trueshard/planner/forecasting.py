@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trueshard.axes import AXES, FOLDED, SHARED
+from trueshard.machine import garbage_collection_paused
 from trueshard.optim.local_params import LARGE
 from trueshard.planner import ledger
 from trueshard.planner.failures import failure_cost
@@ -90,6 +91,7 @@ class Cluster:
 
 
 @quietly()
+@garbage_collection_paused()
 def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: Simulator | None = None) -> Study:
     """Return what a job costs on a cluster, whose mesh is the job's.
 

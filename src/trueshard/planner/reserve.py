@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from trueshard.planner.trace import Allocation, Free, Kernel, Stream, Trace
 
@@ -53,8 +54,12 @@ def replay(
     thread of its own, so there are two.
     """
     run = _Replay(workspace_bytes, allocator or CachingAllocator())
-    for trace in [first] + [steady] * repeats:
-        run.step(trace)
+    run.step(first)
+    for _ in range(repeats):
+        before = run.state()
+        run.step(steady)
+        if run.state() == before:  # so every further step does the same
+            break
     return run.allocator
 
 
@@ -67,15 +72,23 @@ class _Replay:
         self.without_workspace = {False, True} if workspace_bytes else set()
         """Threads whose cuBLAS handle has no workspace yet; True: autograd's, which runs backward."""
 
+    def state(self) -> Any:
+        """Return all that tells what a further step does: live storages with their blocks, and free blocks."""
+        places = [(storage, block and block.address) for storage, (_, block) in self.live.items()]
+        free = {key: [(size, address) for size, address, _ in pool.free] for key, pool in self.allocator.pools.items()}
+        return places, free, set(self.without_workspace)
+
     def step(self, trace: Trace) -> None:
         for resident in self._match(trace.resident):
             self._allocate(resident)
+        live, allocator = self.live, self.allocator
         for event in trace.events:
             kind = type(event)
             if kind is Allocation:
                 self._allocate(event)  # type: ignore[arg-type]
             elif kind is Free:
-                self._free(self.live.pop(event.storage)[1])  # type: ignore[union-attr]
+                if (block := live.pop(event.storage)[1]) is not None:  # type: ignore[union-attr]
+                    allocator.free(block)
             elif kind is Kernel and self.without_workspace:
                 self._allocate_workspace(event)  # type: ignore[arg-type]
 
@@ -94,16 +107,13 @@ class _Replay:
                     unmatched.append(resident)
             residents = unmatched
         for _, block in left.values():
-            self._free(block)
+            if block is not None:
+                self.allocator.free(block)
         return residents
 
     def _allocate(self, allocation: Allocation) -> None:
         block = self.allocator.allocate(allocation.bytes, allocation.stream) if allocation.bytes else None
         self.live[allocation.storage] = allocation, block
-
-    def _free(self, block: MemoryBlock | None) -> None:
-        if block is not None:
-            self.allocator.free(block)
 
     def _allocate_workspace(self, kernel: Kernel) -> None:
         backward = kernel.place.phase == "backward"
@@ -146,11 +156,6 @@ class MemoryBlock:
     address: int
     size: int
 
-    @property
-    def end(self) -> int:
-        """Address behind it."""
-        return self.address + self.size
-
 
 class Pool:
     """Free blocks of one stream, for small or for large requests."""
@@ -161,31 +166,35 @@ class Pool:
         """Smallest remainder that is split off."""
         self.free: list[tuple[int, int, MemoryBlock]] = []
         """(size, address, block), sorted; addresses are unique."""
-        self.edges: dict[tuple[int, int], MemoryBlock] = {}
-        """(segment, address) where a free block begins or ends → the block."""
+        self.begins: dict[int, MemoryBlock] = {}
+        """Address at which a free block begins → the block."""
+        self.ends: dict[int, MemoryBlock] = {}
+        """Address behind a free block → the block. Another segment may begin there."""
 
     def add(self, block: MemoryBlock) -> None:
         """Add a free block, coalesced with adjacent free ones."""
-        for edge in (block.address, block.end):
-            if (near := self.edges.get((block.segment, edge))) is not None:
+        address, size = block.address, block.size
+        before, behind = self.ends.get(address), self.begins.get(address + size)
+        for near in (before, behind):
+            if near is not None and near.segment == block.segment:
                 self.remove(near)
-                block = MemoryBlock(self, block.segment, min(near.address, block.address), near.size + block.size)
-        for edge in (block.address, block.end):
-            self.edges[block.segment, edge] = block
-        insort(self.free, (block.size, block.address, block))
+                address, size = min(near.address, address), near.size + size
+        if size != block.size:
+            block = MemoryBlock(self, block.segment, address, size)
+        self.begins[address] = self.ends[address + size] = block
+        insort(self.free, (size, address, block))
 
     def remove(self, block: MemoryBlock) -> None:
-        for edge in (block.address, block.end):
-            del self.edges[block.segment, edge]
-        del self.free[bisect_left(self.free, (block.size, block.address))]
+        self._pop(bisect_left(self.free, (block.size, block.address)))
 
     def take(self, size: int) -> MemoryBlock | None:
         """Remove and return the best fit for ``size`` bytes; None if no free block is large enough."""
         index = bisect_left(self.free, (size,))
-        if index == len(self.free):
-            return None
-        block = self.free[index][2]
-        self.remove(block)
+        return self._pop(index) if index < len(self.free) else None
+
+    def _pop(self, index: int) -> MemoryBlock:
+        size, address, block = self.free.pop(index)
+        del self.begins[address], self.ends[address + size]
         return block
 
 
@@ -206,11 +215,12 @@ class CachingAllocator:
         size = round_up(bytes, MINIMUM)
         pool = self.pool(stream, size <= SMALL)
         block = pool.take(size) or self.reserve(pool, size)
-        if block.size - size >= pool.remainder:
-            pool.add(MemoryBlock(pool, block.segment, block.address + size, block.size - size))
+        if (left := block.size - size) >= pool.remainder:
+            pool.add(MemoryBlock(pool, block.segment, block.address + size, left))
             block = MemoryBlock(pool, block.segment, block.address, size)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: MemoryBlock) -> None:
