@@ -79,9 +79,13 @@ def resolve(index: Index, plan: Plan, sizes: Mapping[str, int]) -> Plan:
     return plan
 
 
-def refuse(index: Index, plan: Plan) -> None:
-    """Raise ValueError if ranks cannot share the sequences of this model; names what does not fit."""
+def refuse(index: Index, plan: Plan) -> MaskTrial:
+    """Return how the model makes masks; raise ValueError if ranks cannot share its sequences, naming what is wrong.
+
+    Nothing is tried of a model that has been handed what a trial showed.
+    """
     model = language_model(index)
+    handed: MaskTrial | None = model.__dict__.get(_TRIAL)
     config = model.config
     kind = _torch.own_class(model).__name__
     if (
@@ -93,7 +97,8 @@ def refuse(index: Index, plan: Plan) -> None:
             f"context={plan.context}: {kind} reads more than one sequence (images, or an encoder's), and only a "
             "model of text alone can share it; leave out context"
         )
-    _refuse_attention(model, kind, plan)
+    if handed is None:
+        _refuse_attention(model, kind, plan)
     heads, ranks = config.num_attention_heads, plan.context * plan.tensor
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if heads % ranks and (sliding or getattr(config, "sliding_window", None)):
@@ -103,7 +108,12 @@ def refuse(index: Index, plan: Plan) -> None:
             "keys cannot go round instead: choose a divisor"
         )
     refuse_random(index, "context", plan.context)
-    try_masks(model, attention_of(model))
+    return handed or try_masks(model, attention_of(model))
+
+
+def hand_over(trial: MaskTrial, index: Index) -> None:
+    """Let ``refuse`` take what it returned for a model as said of a copy with fewer blocks of the same kinds."""
+    language_model(index).__dict__[_TRIAL] = trial
 
 
 def _refuse_attention(model: Any, kind: str, plan: Plan) -> None:
@@ -177,7 +187,8 @@ def share_attention(root: nn.Module, mesh: DeviceMesh) -> None:
     name = f"{_OURS}{kind}"
     AttentionInterface.register(name, functools.partial(attend, kind))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
-    model.__dict__[_TRIAL] = try_masks(model, attention_of(model))
+    if _TRIAL not in model.__dict__:
+        model.__dict__[_TRIAL] = try_masks(model, attention_of(model))
     configs = _configs(model, name)
     for module in root.modules():
         if (config := configs.get(id(module.__dict__.get("config")))) is not None:

@@ -30,7 +30,7 @@ from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.recurrences import RefusedLoop, recurrences
-from trueshard.planner.simulation.repeats import find_runs, short_copy
+from trueshard.planner.simulation.repeats import find_runs
 from trueshard.planner.simulation.simulate import Simulator, own_part, simulated_mesh
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
@@ -103,10 +103,10 @@ class _Trial:
         model = self.simulator.model
         try:
             plan = self.simulator.resolve(how, self.job.ranks)
+            runs = find_runs(model, plan)
+            return self.simulator.short_copy(plan, runs, [_BLOCKS] * len(runs)) if runs else None
         except (ValueError, TypeError):  # shard() will raise it
             return None
-        runs = find_runs(model, plan)
-        return short_copy(model, plan, runs, [_BLOCKS] * len(runs)) if runs else None
 
     def _shard_and_step(self, model: nn.Module, how: Plan | Options, mesh: DeviceMesh) -> None:
         """Shard the model and run a step of it."""

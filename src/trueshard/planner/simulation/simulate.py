@@ -20,6 +20,8 @@ from trueshard import _torch, distributed
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.options import Options
+from trueshard.parallel import context
+from trueshard.parallel.forward_trial import MaskTrial
 from trueshard.parallel.tensor import resolve as resolve_tensor
 from trueshard.planner import ledger
 from trueshard.planner.simulation.environment import (
@@ -197,6 +199,8 @@ class Simulator:
         """Makes the tensors of ``model``; what is made beside them is made by the same."""
         self._simulated: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
         """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
+        self._masks: MaskTrial | None = None
+        """What a trial of the model showed for ranks that share sequences."""
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -204,12 +208,23 @@ class Simulator:
         with self.mode:
             return self.workload.model()
 
+    def short_copy(self, plan: Plan, runs: Sequence[Run], kept: Sequence[int]) -> tuple[nn.Module, Plan]:
+        """Return a copy of ``model`` with so many blocks of each run, and its plan; raises ValueError as ``refuse``."""
+        copied, plan = short_copy(self.model, plan, runs, kept)
+        if plan.context > 1:
+            self._masks = self._masks or context.refuse(self._index, plan)
+            context.hand_over(self._masks, names.Index(copied))
+        return copied, plan
+
+    @functools.cached_property
+    def _index(self) -> names.Index:
+        return names.Index(self.model)
+
     def resolve(self, how: Plan | Options, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it. ``memory``: bytes of a rank."""
-        index = names.Index(self.model)
         with self.mode:
-            plan = resolve_tensor(index, engine.resolve(index, how, ranks, memory), mesh_axes(ranks, how))
-            return with_cut_dimensions(index, plan)
+            plan = engine.resolve(self._index, how, ranks, memory)
+            return with_cut_dimensions(self._index, resolve_tensor(self._index, plan, mesh_axes(ranks, how)))
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""
@@ -267,7 +282,7 @@ class Simulator:
             warnings.simplefilter("always")
             with self.mode, _torch.unseen_propagation():
                 if short.runs:
-                    yield mesh, *short_copy(self.model, short.plan, short.runs, short.kept), messages
+                    yield mesh, *self.short_copy(short.plan, short.runs, short.kept), messages
                 else:
                     yield mesh, self.workload.model(), short.plan, messages
         messages |= _messages(caught)
