@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,14 +194,32 @@ DEEP = 4
 
 
 @pytest.fixture(scope="module")
-def deep() -> Study:
+def deep_space() -> Space:
     """Blocks in a budget between what full recomputation and no recomputation take."""
     request = space(tower(DEEP), replicate=1, microbatch=4)
     evaluator = Evaluator(request)
     setting = Setting(1, 4, 1, "none")
     none, full = (evaluator.evaluate(evaluator.uniform(setting, "always", word)) for word in ("none", "full"))
     budget = (3 * none.peak_reserved_bytes + full.peak_reserved_bytes) // 4
-    return choose(dataclasses.replace(request, budget=budget))
+    return dataclasses.replace(request, budget=budget)
+
+
+@pytest.fixture(scope="module")
+def deep(deep_space: Space) -> Study:
+    return choose(deep_space)
+
+
+@pytest.mark.rest
+def test_a_faster_plan_that_is_left_out_for_its_work_is_named(deep_space: Space, deep: Study) -> None:
+    def left_out(study: Study) -> list[str]:
+        return [line for line in study.assumptions if line.startswith("Not studied")]
+
+    soon = choose(deep_space, work=0)
+    assert not soon.alternatives
+    assert soon.forecast.tokens_per_second_per_rank < deep.forecast.tokens_per_second_per_rank
+    assert len(left_out(soon)) == 1
+    assert "% faster" in left_out(soon)[0]
+    assert not left_out(choose(deep_space, work=math.inf))
 
 
 @pytest.mark.rest

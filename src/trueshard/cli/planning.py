@@ -96,6 +96,14 @@ def _arguments(
     axes: Annotated[
         bool, typer.Option("--axes", help="Choose tensor, context, experts and pipeline, too.", show_default=False)
     ] = False,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Study plans until none is expected to be faster, however long it takes.",
+            show_default=False,
+        ),
+    ] = False,
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
     ] = 1.0,

@@ -137,7 +137,7 @@ def advise(
     search_axes = options.pop("axes", False)
     request = request_of(draft, model or model_of(draft, path), options)
     with shared_simulations(request, workers) as shared:
-        theirs = checked(shared.workers, lambda: forecast_of(request, kind, draft, progress, shared))
+        theirs = checked(shared, lambda: forecast_of(request, kind, draft, progress, shared))
         search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress, shared=shared)
         best = on_best_axes(request, search, progress) if search_axes else search(request)
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):

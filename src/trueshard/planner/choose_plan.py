@@ -35,7 +35,7 @@ from trueshard.planner.inputs.batches import LONGER
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
-from trueshard.planner.search.search import checked, choose
+from trueshard.planner.search.search import WORK, checked, choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
 from trueshard.planner.simulation.simulate import Simulator
@@ -68,7 +68,7 @@ def solve(
     workers = None if process.is_planners() else workers
     if shared is None:
         with shared_simulations(request, workers) as shared:
-            return checked(shared.workers, lambda: solve(request, progress, workers=workers, shared=shared))
+            return checked(shared, lambda: solve(request, progress, workers=workers, shared=shared))
     if request.axes:
         search = functools.partial(solve, progress=progress, workers=workers, shared=shared)
         return on_best_axes(request, search, progress)
@@ -77,7 +77,8 @@ def solve(
         study = _of_pipeline(space, request.plan, workers)
     elif is_open and request.plan is None:
         instead = functools.partial(_instead_of_offload, request, progress, workers, shared)
-        study = choose(space, progress, simulations=shared, faster_than=faster_than, before_offload=instead)
+        work = math.inf if request.thorough else WORK
+        study = choose(space, progress, simulations=shared, faster_than=faster_than, before_offload=instead, work=work)
     else:
         study = _of_one_plan(space, request.plan, shared)
     return dataclasses.replace(study, assumptions=(*_left_out(request, space), *study.assumptions))

@@ -83,6 +83,8 @@ class Request(Options):
     """Chunks of blocks a rank, of an interleaved schedule."""
     axes: bool = False
     """Choose ``tensor``, ``context``, ``experts`` and ``pipeline``, too, from what they are upwards."""
+    thorough: bool = False
+    """Study plans until none is expected to be faster, however long that takes; else it ends in about ten seconds."""
     imbalance: float = 1.0
     """Tokens that arrive for the experts of the slowest rank, over their mean over ranks, at least 1."""
 

@@ -394,7 +394,9 @@ class Workers:
         self._freezes = not gc.get_freeze_count()  # else the user's objects must stay frozen
         if self._freezes or self.count:
             gc.freeze()  # neither collected before each simulation nor copied, in a fork, by counting references
+        self._threads = torch.get_num_threads()
         if self.count:
+            torch.set_num_threads(1)  # here and in each: a second one would only take the core of another
             context = get_context("fork")
             self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin, initargs=(self._functions,))
         return self
@@ -407,6 +409,7 @@ class Workers:
                 process.kill()
             self._pool.shutdown()
             self._pool = None
+            torch.set_num_threads(self._threads)
 
     def start(self, name: str, *arguments: Any) -> Task:
         """Hand a task to the pool. Raises RuntimeError if a process of it has died."""
@@ -445,7 +448,6 @@ def _begin(functions: Mapping[str, Callable[..., Any]]) -> None:
     global _functions
     _functions = functions
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that waits
-    torch.set_num_threads(1)  # each has a core: of two threads on small tensors, one waits and takes the others' time
     end_with_parent()  # which a pool by itself would not notice
 
 

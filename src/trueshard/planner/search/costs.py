@@ -72,8 +72,8 @@ class Costs:
     """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``resting`` bytes."""
     shards: float
     """Ranks of a shard group in the probe."""
-    block_seconds: float = 0.0
-    """Seconds in which a block was simulated once."""
+    events: float
+    """Events of a unit in the probe."""
 
     @property
     def resting(self) -> float:
@@ -135,7 +135,8 @@ def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
     _measure_memory(trace, units)
     step = UnitCost(**units.pop(_STEP, {}))
     order = sorted(units, key=lambda name: last_forward.get(name, -1))
-    return Costs({name: UnitCost(**units[name]) for name in order}, step, cluster.mesh[-1])
+    costs = {name: UnitCost(**units[name]) for name in order}
+    return Costs(costs, step, cluster.mesh[-1], len(trace.events) / (len(costs) + 1))
 
 
 def _measure_memory(trace: Trace, units: Mapping[str, dict[str, float]]) -> None:
@@ -171,6 +172,8 @@ class PlannedUnit:
     """Ranks that it is resharded to after forward, and gathered from for backward; 0: it stays gathered."""
     reduces_each: bool = False
     """True if each microbatch is reduced; False: only the last one, of whole gradients."""
+    apart: bool = False
+    """True for experts that ranks share: the ranks that hold the same ones gather and reduce them."""
 
 
 class Layout:
@@ -181,7 +184,9 @@ class Layout:
 
     def __init__(self, cluster: Cluster, accumulation: int, mode: Mode, offload: bool) -> None:
         self.cluster, self.accumulation, self.offload = cluster, accumulation, offload
-        self.group, self.stride = cluster.mesh[-1], cluster.along("tensor")
+        self.group, experts = cluster.mesh[-1], cluster.along("experts")
+        self.groups = {False: (self.group, cluster.along("tensor")), True: (cluster.ranks_of_copy // experts, experts)}
+        """Ranks over which a unit is sharded, and the distance between neighbours, by ``PlannedUnit.apart``."""
         self._collectives: dict[tuple[str, int, int, float], float] = {}
         self.bandwidth = cluster.hardware.memory_bandwidth * cluster.hardware.efficiency(mode).memory
 
@@ -220,7 +225,7 @@ class Layout:
         compute = queue = copied = before = reduced = 0.0
         for unit in units:
             cost = unit.cost
-            queue = max(queue, before) + self._seconds("all_gather", self.group, self.stride, cost.gathered)
+            queue = max(queue, before) + self._seconds("all_gather", *self.groups[unit.apart], cost.gathered)
             before, copied = copied, max(compute, queue) + cost.copies
             compute = copied + cost.forward
         ready, copied = 0.0, compute
@@ -230,16 +235,17 @@ class Layout:
             if unit.again:
                 copied = compute = max(compute, ready) + cost.copies
             if following.again:
-                gather = self._seconds("all_gather", following.again, self.stride, following.cost.gathered)
+                ranks, stride = self.groups[following.apart]
+                gather = self._seconds("all_gather", min(ranks, following.again), stride, following.cost.gathered)
                 ready = queue = max(queue, copied) + gather
             compute += cost.backward
             if (is_last or unit.reduces_each) and cost.reduced:
                 compute = max(compute, reduced)
-                seconds = self._seconds("reduce_scatter", self.group, self.stride, cost.reduced)
+                ranks, stride = self.groups[unit.apart]
+                seconds = self._seconds("reduce_scatter", ranks, stride, cost.reduced)
                 reduced = queue = max(queue, compute) + seconds
                 if replicas > 1 and is_last:
-                    stride = self.group * self.stride
-                    reduced += self._seconds("all_reduce", replicas, stride, cost.reduced / self.group)
+                    reduced += self._seconds("all_reduce", replicas, ranks * stride, cost.reduced / ranks)
         return max(compute, queue, reduced)
 
     def live_bytes(self, units: Sequence[PlannedUnit], probe: Costs) -> float:

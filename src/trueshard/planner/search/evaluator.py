@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trueshard.model import policies
+from trueshard.model import names, policies
 from trueshard.options import DEFAULTS, SHARDED, Offload, Recompute
 from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.hardware import Mode
@@ -25,7 +24,7 @@ from trueshard.planner.reserve import LARGE_SEGMENT
 from trueshard.planner.search.costs import Costs, Layout, PlannedUnit, UnitCost, measured, summed
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, Values
 from trueshard.planner.simulation.extension import KEPT
-from trueshard.planner.simulation.repeats import FEWEST, find_runs
+from trueshard.planner.simulation.repeats import find_runs, runs_in
 from trueshard.planner.simulation.simulate import Short, Simulation, Simulator
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan, Unit
@@ -38,6 +37,9 @@ RESERVED_ABOVE = 3
 
 SMALL = 256
 """Candidates of one setting and grouping of units up to which all are compared."""
+
+EXTENDED = 0.1
+"""Time of extending an event to all blocks, and replaying it, over that of simulating it."""
 
 MARGIN = 2 * LARGE_SEGMENT
 """Bytes by which a plan that is expected not to fit may fit after all."""
@@ -62,25 +64,30 @@ class Simulations:
         with self.workers:
             yield self
 
+    @functools.cached_property
+    def check(self) -> Task:
+        """Task that starts when it is first asked for: after the first simulations, or for its result."""
+        return self.workers.start("check")
+
     def probe(self, short: Short, cluster: Cluster, mode: Mode) -> Task:
         """Start to measure what the units of a short model cost."""
         return self.workers.start("probe", _sendable(short), cluster, mode)
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
-        return [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
+        made = [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
+        _ = self.check  # while this process works with the traces
+        return made
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
 
     def _probe(self, short: Short, cluster: Cluster, mode: Mode) -> Costs:
         short = self._with_workload(short)
-        began = time.perf_counter()
         try:
             trace = self.simulator.probe(short)
         except Exception:  # an optimizer may not like gradients that are not of a backward
             trace = self.simulator.run(short).steady
-        costs = measured(trace, cluster, mode)
-        return dataclasses.replace(costs, block_seconds=(time.perf_counter() - began) / (len(costs.units) + 1))
+        return measured(trace, cluster, mode)
 
     def _with_workload(self, short: Short) -> Short:
         sequence: Any = short.job.workload
@@ -142,7 +149,12 @@ class Evaluator:
         self.predicted = functools.cache(self._predicted)
         self.costs = functools.cache(self._costs)
         self._measured_parts = functools.cache(self._parts)
+        self._around = functools.cache(self._blocks)
         self._layout = functools.cache(self._layout_of)
+        self.work = 0.0
+        """Work of all studies, see ``effort``."""
+        self._simulated: set[tuple[tuple[Any, ...], int]] = set()
+        """``_simulated_units`` of what was studied: others with the same share its simulations."""
         self._mode: Mode = "compile" if space.choices.compile else "eager"
         self._probes: dict[tuple[int, Recompute], Task] = {}
         """Measurements by microbatch and way of recomputation: empty until ``start_probes``."""
@@ -298,19 +310,28 @@ class Evaluator:
         rank = {name: number for number, name in enumerate(measured_units)}
         return sorted(parts, key=lambda part: rank[part[1][0]] if part[1] else len(rank))
 
+    def _blocks(self, replicate: int, split: bool) -> list[int]:
+        """Return for each unit its own position, or that of the block in which it lies."""
+        units = self.bases(replicate)[split].units
+        blocks = {"": 0} | {unit.name: i for i, unit in enumerate(units) if unit.kind == "block"}
+        return [names.nearest_above(unit.name, blocks) or i for i, unit in enumerate(units)]
+
     def _predicted(self, candidate: Candidate) -> tuple[float, float]:
         """Return (seconds, live bytes) of a step."""
         setting = candidate.setting
         layout = self._layout(setting)
-        costs = {word: self.costs(setting.microbatch, word) for word in {again for _, again, _ in candidate.values}}
+        # Inside a block that is recomputed, experts are, too.
+        ways = [candidate.values[around][1] for around in self._around(setting.replicate, candidate.split)]
+        costs = {word: self.costs(setting.microbatch, word) for word in set(ways)}
         most = max(costs.values(), key=lambda cost: len(cost.units))
         planned = []
-        for i, names in self._measured_parts(setting.replicate, candidate.split, tuple(most.units)):
-            freed, again, sums = candidate.values[i]
-            cost = summed([costs[again].units.get(name, UnitCost()) for name in names])
+        for i, parts in self._measured_parts(setting.replicate, candidate.split, tuple(most.units)):
+            freed, _, sums = candidate.values[i]
+            cost = summed([costs[ways[i]].units.get(name, UnitCost()) for name in parts])
             group = layout.cluster.mesh[-1]
             ranks = 0 if freed is False else group if freed is True else freed
-            planned.append(PlannedUnit(cost, ranks, reduces_each=sums == SHARDED))
+            apart = self.units(candidate)[i].kind == "experts"
+            planned.append(PlannedUnit(cost, ranks, sums == SHARDED, apart))
         return layout.seconds(planned, most), layout.live_bytes(planned, most)
 
     def _layout_of(self, setting: Setting) -> Layout:
@@ -335,7 +356,9 @@ class Evaluator:
             points = np.array(sorted((bytes, reserved - bytes) for bytes, reserved in predicted))
             expected = live + float(np.interp(live, points[:, 0], points[:, 1]))
         else:
-            largest = max(unit.bytes for unit in self.units(candidate))
+            shared = self.space.cluster(setting.replicate).along("experts")
+            units = self.units(candidate)
+            largest = max(unit.bytes // (shared if unit.kind == "experts" else 1) for unit in units)
             expected = live + RESERVED_ABOVE * (largest + largest // 2)
         readers = self.space.cluster(setting.replicate).readers_share  # ranks with the same samples share their tokens
         tokens = setting.microbatch * setting.accumulation * self.space.workload.sequence / readers
@@ -349,20 +372,28 @@ class Evaluator:
     # Study
 
     def effort(self, candidate: Candidate) -> float:
-        """Return the seconds that a study of a candidate may take, by the blocks that it runs."""
-        units = zip(self.units(candidate), candidate.values, strict=True)
-        rows = [(unit.kind, unit.parameters, values) for unit, values in units]
-        lengths = [len(list(row)) for _, row in itertools.groupby(rows)]
-        runs = sum(length >= FEWEST for length in lengths)
-        blocks = sum(min(length, KEPT) if length >= FEWEST else length for length in lengths) * (1 + runs)
-        seconds = next(self.costs(candidate.setting.microbatch, word).block_seconds for _, word, _ in candidate.values)
+        """Return the work of a study: about how many events are simulated, and of those extended a part."""
+        events = max(self.costs(candidate.setting.microbatch, word).events for _, word, _ in candidate.values)
+        kept, runs = self._simulated_units(candidate)
+        blocks = 0 if (kept, runs) in self._simulated else len(kept) * (1 + runs)
         passes = 2 * min(candidate.setting.accumulation, MICROBATCHES)
-        return seconds * passes * blocks / max(1, self.simulations.workers.count)
+        return events * passes * (blocks + EXTENDED * len(candidate.values))
+
+    def _simulated_units(self, candidate: Candidate) -> tuple[tuple[Any, ...], int]:
+        """Return the units that a simulation of a candidate keeps, and the number of runs of equal blocks."""
+        units = zip(self.units(candidate), candidate.values, strict=True)
+        rows = [(candidate.setting, unit.kind, unit.parameters, values) for unit, values in units]
+        runs = runs_in("", rows)
+        for run in reversed(runs):
+            del rows[run.start : run.start + (run.count - KEPT) * run.period]
+        return tuple(rows), len(runs)
 
     def evaluate(self, candidate: Candidate) -> Forecast:
         """Return a candidate's forecast, studied exactly."""
         if candidate in self.forecasts:
             return self.forecasts[candidate]
+        self.work += self.effort(candidate)
+        self._simulated.add(self._simulated_units(candidate))
         budget = self.budget(candidate.setting.replicate)
         study = self.space.study(self.plan(candidate), candidate.setting, budget, self.simulations.simulator)
         forecast = self.forecasts[candidate] = study.forecast

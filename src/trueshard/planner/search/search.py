@@ -3,8 +3,8 @@
 Probes tell what each unit costs (see ``costs``); from that every plan's time and memory is predicted, and the one that
 is expected to be the fastest of those that fit is studied exactly. What the study tells corrects the prediction (what
 the allocator reserves above what is live is not predicted at all), and the next one is chosen. The search ends when no
-other plan is expected to be faster by more than ``ENOUGH``, or when its time is over and something fits. What it
-returns was studied.
+other plan is expected to be faster by more than ``ENOUGH``, or when something fits and another study would be more
+than ``WORK``. What it returns was studied.
 
 [Note: mixtures of two] Plans are compared that say the same for all blocks. On their lower convex hull of time over
 memory, the first that fits is followed by a faster one that does not. Between the two, blocks go over one after the
@@ -17,12 +17,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from bisect import bisect_left
 from collections.abc import Callable
 
 from trueshard.options import Offload
-from trueshard.planner.process import Workers
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator, Simulations
 from trueshard.planner.search.space import Candidate, Setting, Space
@@ -38,8 +36,9 @@ UNCERTAIN = 0.02
 DOUBT = 0.05
 """Relative error of predicted speeds: a space whose plans are expected to be slower by more than that is left out."""
 
-SECONDS = 5.5
-"""Seconds after which no further study begins once a plan fits: with the start of Python, ten for the command."""
+WORK = 45_000
+"""Work of all studies at most, once a plan fits, see ``Evaluator.effort``: the command answers in ten seconds on two
+idle cores, and the answer does not depend on the machine."""
 
 
 def choose(
@@ -49,6 +48,7 @@ def choose(
     simulations: Simulations | None = None,
     faster_than: float | None = None,
     before_offload: Callable[[str], Study | None] = lambda lack: None,
+    work: float = WORK,
 ) -> Study:
     """Return the fastest plan of a space that fits; of equally fast ones that with the least memory.
 
@@ -59,6 +59,7 @@ def choose(
         simulations: of the model, which run already; None: this process alone does the work.
         faster_than: tokens a second of a rank that other searches have reached; None: this one is alone.
         before_offload: (memory that is lacking) → study of something else that fits, if any; asked before offload.
+        work: as ``WORK``.
 
     Raises:
         NotFaster: no plan is expected to be faster than that; nothing was studied.
@@ -67,26 +68,24 @@ def choose(
     """
     own = Simulations(space.workload, 0).running() if simulations is None else contextlib.nullcontext(simulations)
     with own as running:
-        evaluator, until = Evaluator(space, progress, running), time.perf_counter() + SECONDS
-        return _best_study(evaluator, until, faster_than, before_offload)
+        return _best_study(Evaluator(space, progress, running), faster_than, before_offload, work)
 
 
-def checked(workers: Workers, make: Callable[[], Study]) -> Study:
-    """Return a study with the assumptions that the task ``check`` returns, which runs beside it.
+def checked(simulations: Simulations, make: Callable[[], Study]) -> Study:
+    """Return a study with the assumptions that the check of ``simulations`` returns, which runs beside it.
 
     An error of the check is raised in the place of one of the study: it names what is wrong with the user's model.
     """
-    checking = workers.start("check")
     try:
         study = make()
     except Exception:
-        checking()
+        simulations.check()
         raise
-    return dataclasses.replace(study, assumptions=(*study.assumptions, *checking()))
+    return dataclasses.replace(study, assumptions=(*study.assumptions, *simulations.check()))
 
 
 def _best_study(
-    evaluator: Evaluator, until: float, faster_than: float | None, before_offload: Callable[[str], Study | None]
+    evaluator: Evaluator, faster_than: float | None, before_offload: Callable[[str], Study | None], work: float
 ) -> Study:
     """Search until there is a best candidate, and return its study."""
     explain.check_largest_unit(evaluator)
@@ -102,7 +101,7 @@ def _best_study(
                 lack = size(evaluator.forecasts[evaluator.smallest].lacking_bytes)
                 if (other := before_offload(lack)) is not None:
                     return other
-            _search_with(evaluator, offload, until)
+            _search_with(evaluator, offload, work)
     except KeyboardInterrupt:
         if evaluator.best is None:
             raise
@@ -114,8 +113,8 @@ def _best_study(
         for candidate, forecast in evaluator.forecasts.items()
         if candidate != best
     ]
-    study = evaluator.studies[best]
-    reasons = explain.reasons(evaluator, proposals(evaluator, best.setting.offload))
+    study, others = evaluator.studies[best], proposals(evaluator, best.setting.offload)
+    reasons, remarks = explain.reasons(evaluator, others), remarks or _left_out(evaluator, others)
     return dataclasses.replace(
         study, reasons=reasons, assumptions=(*study.assumptions, *remarks), alternatives=alternatives
     )
@@ -128,14 +127,17 @@ def check_speed(evaluator: Evaluator, faster_than: float) -> None:
         raise NotFaster(expected)
 
 
-def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
-    """Study candidates until none is expected to be better, or none to fit."""
-    while evaluator.best is None or time.perf_counter() < until:
-        candidates = proposals(evaluator, offload, until - time.perf_counter())
+def _search_with(evaluator: Evaluator, offload: Offload, work: float) -> None:
+    """Study candidates until none is expected to be better, none to fit, or the work is done."""
+    while True:
+        left = work - evaluator.work
+        candidates = proposals(evaluator, offload, left)
         if candidates:
             candidate = min(candidates, key=evaluator.order)
-            worth = evaluator.best_cost() * (1 - ENOUGH)
-            if candidate in evaluator.forecasts or evaluator.expected(candidate).cost >= worth:
+            gain = _gain(evaluator, candidate)
+            if candidate in evaluator.forecasts or gain <= ENOUGH:
+                return
+            if evaluator.best is not None and evaluator.effort(candidate) > left:
                 return
         else:
             candidate = explain.frugal(evaluator, offload)
@@ -146,6 +148,20 @@ def _search_with(evaluator: Evaluator, offload: Offload, until: float) -> None:
                     return
         if evaluator.evaluate(candidate).host_lack > 0:
             return  # so does every other: what lies on the host is the same
+
+
+def _gain(evaluator: Evaluator, candidate: Candidate) -> float:
+    """Return by what part a candidate is expected to be faster than the best; infinity if none fits yet."""
+    return evaluator.best_cost() / evaluator.expected(candidate).cost - 1
+
+
+def _left_out(evaluator: Evaluator, candidates: list[Candidate]) -> tuple[str, ...]:
+    """Return a sentence about the plan that would have been studied next, were there no end of work."""
+    candidate = min(candidates, key=evaluator.order, default=None)
+    if candidate is None or candidate in evaluator.forecasts or (gain := _gain(evaluator, candidate)) <= ENOUGH:
+        return ()
+    words = explain.described(evaluator, candidate)
+    return (f"Not studied, to answer soon (--thorough): {words}, expected to be {gain:.1%} faster.",)
 
 
 def study_fastest(evaluator: Evaluator, candidates: list[Candidate]) -> None:
@@ -165,12 +181,12 @@ def study_fastest(evaluator: Evaluator, candidates: list[Candidate]) -> None:
             return
 
 
-def proposals(evaluator: Evaluator, offload: Offload, seconds: float = math.inf) -> list[Candidate]:
+def proposals(evaluator: Evaluator, offload: Offload, work: float = math.inf) -> list[Candidate]:
     """Return of each setting and grouping of units the candidate that is expected to be the fastest that fits, if any.
 
-    Mixtures are among them where a study of one is expected to take no more than ``seconds``.
+    Mixtures are among them where a study of one is no more than ``work``.
     """
-    best = [_proposal(evaluator, *grouping, seconds) for grouping in evaluator.groupings(offload)]
+    best = [_proposal(evaluator, *grouping, work) for grouping in evaluator.groupings(offload)]
     return [candidate for candidate in best if candidate is not None]
 
 
@@ -181,7 +197,7 @@ def _smallest_left(evaluator: Evaluator, offload: Offload) -> Candidate:
     return min(left or every, key=lambda candidate: evaluator.expected(candidate).reserved)
 
 
-def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: float) -> Candidate | None:
+def _proposal(evaluator: Evaluator, setting: Setting, split: bool, work: float) -> Candidate | None:
     """Return the candidate expected to be the fastest that fits, if any: see [Note: mixtures of two]."""
 
     def may_fit(candidate: Candidate) -> bool:
@@ -199,7 +215,7 @@ def _proposal(evaluator: Evaluator, setting: Setting, split: bool, seconds: floa
         count = 1 + bisect_left(range(1, total), True, key=lambda count: may_fit(base.followed_by(candidate, count)))
         mixture = faster.followed_by(candidate, count)
         gain = evaluator.expected(candidate).cost / evaluator.expected(mixture).cost - 1
-        is_quick = mixture in evaluator.forecasts or evaluator.effort(mixture) <= seconds
+        is_quick = mixture in evaluator.forecasts or evaluator.effort(mixture) <= work
         return mixture if gain > ENOUGH and is_quick else candidate
     # Of small models predictions are so near to each other that a study may have turned their order.
     return min(filter(may_fit, candidates), key=evaluator.order, default=None)

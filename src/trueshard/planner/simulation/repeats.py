@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,12 @@ def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
     for name, module in names.named_modules(root):
         inside = any(name.startswith(f"{run.container}.") for run in runs)
         if isinstance(module, _CONTAINERS) and not inside and len(module) >= FEWEST:
-            runs += _runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
+            runs += runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
     return runs
 
 
-def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
+def runs_in(container: str, classes: Sequence[Hashable]) -> list[Run]:
+    """Return the longest runs of at least ``FEWEST`` in a container of modules of these classes."""
     runs: list[Run] = []
     start = 0
     while start < len(classes):
@@ -105,7 +106,7 @@ def _runs_in(container: str, classes: Sequence[int]) -> list[Run]:
     return runs
 
 
-def _repetitions(classes: Sequence[int], start: int, period: int) -> int:
+def _repetitions(classes: Sequence[Hashable], start: int, period: int) -> int:
     pattern = classes[start : start + period]
     count = 1
     while classes[start + count * period : start + (count + 1) * period] == pattern:
