@@ -200,7 +200,7 @@ class Simulator:
         self._simulated: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
         """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
         self._masks: MaskTrial | None = None
-        """What a trial of the model showed for ranks that share sequences."""
+        """Result of the trial of the model for ranks that share sequences."""
 
     @functools.cached_property
     def model(self) -> nn.Module:
