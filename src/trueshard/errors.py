@@ -138,7 +138,7 @@ _OWN: dict[type[Exception], Callable[..., TrueShardError]] = {
     RuntimeError: TrueShardRuntimeError,
     TypeError: TrueShardTypeError,
     ValueError: TrueShardValueError,
-    **{kind: _own(kind) for kind in (OSError, FileExistsError, FileNotFoundError, NotADirectoryError)},
+    **{kind: _own(kind) for kind in (OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)},
 }
 """Kind that is raised inside of TrueShard → the same as a ``TrueShardError``."""
 for _kind, _class in _OWN.items():
