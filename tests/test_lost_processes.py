@@ -19,19 +19,25 @@ from pickle import UnpicklingError
 from typing import Any
 
 import pytest
+import torch
 
+import trueshard
+from checkpointing import SETUPS
 from parity import Pool, RankFailure, Ranks
 from test_recipes import overrides_of, trained
 from trueshard.checkpoint.snapshot_parts import ROOT
 from trueshard.checkpoint.snapshots import newest_parts
+from trueshard.train.metrics.step_metrics import MetricsWriter
 
 EACH_STEP = ("train.memory_every=1", "train.checkpoint_every=1000")
 PRETRAIN = (*overrides_of("pretrain"), "evaluation.every=50", "train.batch_size=8", "model.fields.hidden_size=32")
-#: Recipe, settings, steps, losses of a process.
+SMALL = "dropout"
+#: Recipe, settings, steps, losses of a process; or a model that a loop of one's own trains.
 WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
-    "text": ("pretrain", PRETRAIN, 40, 10),
+    "own loop": (SMALL, (), 60, 10),
 }
 REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
+    "text": ("pretrain", PRETRAIN, 40, 10),
     "text, for long": ("pretrain", PRETRAIN, 200, 50),
     "exact": ("pretrain", (*PRETRAIN, "train.exact=true", "train.batch_size=12"), 30, 6),
     "tensor": ("tensor", overrides_of("tensor"), 12, 4),
@@ -43,9 +49,35 @@ REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
 }
 
 
-def run_once(rank: int, world_size: int, root: str, *arguments: Any) -> dict[str, Any]:
+def run_once(rank: int, world_size: int, root: str, name: str, folder: str, words: tuple[str, ...]) -> dict[str, Any]:
     os.environ[ROOT] = root
-    return trained(rank, world_size, *arguments)
+    if name != SMALL:
+        return trained(rank, world_size, name, folder, words)
+    setup, place = SETUPS[SMALL], Path(folder)
+    model: Any = setup.build()
+    optimizer: Any = setup.optimizer(model)
+    trueshard.shard(model, optimizer)
+    torch.manual_seed(rank)  # dropout draws from it
+
+    def loss(model: Any, step: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return setup.loss(model, step, rank, world_size)
+
+    snapshots = trueshard.Snapshots(folder) if "train.memory_every=1" in words else None
+    trainer = trueshard.Trainer(
+        model,
+        optimizer,
+        range(10_000),
+        loss=loss,
+        steps=WAYS["own loop"][2],
+        checkpoints=trueshard.Checkpoints(place / "checkpoints"),
+        snapshots=snapshots,
+        callbacks=[MetricsWriter(place)],
+    )
+    trainer.fit()
+    if snapshots is not None:
+        snapshots.close()
+    return {"code": 0}
 
 
 def steps_of(folder: Path) -> int:

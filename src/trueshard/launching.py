@@ -39,12 +39,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 LAST_WORDS = 5.0
 """Seconds that ranks have to end after another has failed."""
-_POLL = 0.1
+_POLL = 0.05
 """Seconds between two looks at the processes."""
 SPARE = "TRUESHARD_SPARE"
 """Environment variable of a process of ``Spares``: the file that tells it to run."""
 _LOOK = 0.02
-"""Seconds between its looks for that."""
+"""Seconds between its looks for that, and between those at ranks that are about to end."""
 _TAIL = 100
 """Lines that ``last_lines`` returns at most: a stack of a deep model, whose most recent call comes first."""
 _HANDLED_BY_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -239,7 +239,7 @@ def _end_others(context: Any) -> None:
     _signal(context, signal.SIGTERM)
     deadline = time.monotonic() + LAST_WORDS
     while _running(context) and time.monotonic() < deadline:
-        time.sleep(_POLL)
+        time.sleep(_LOOK)
     _signal(context, signal.SIGKILL)
 
 
