@@ -158,8 +158,9 @@ def _cores() -> int:
 def _main(way: str, *paths: str) -> None:
     """Run a way in this process, and print what it took."""
     import datasets
+    from transformers import AutoTokenizer  # noqa: F401  # imports are behind all ways, transformers' too
 
-    import trueshard.train.data.prepared  # noqa: F401  # imports are behind all ways, transformers' too
+    import trueshard.train.data.prepared  # noqa: F401
 
     datasets.disable_progress_bars()
     began = time.perf_counter(), _processor()

@@ -1,7 +1,7 @@
 """Make the prepared data of a run: read sources in one pass, and write their documents.
 
-- Memory is bounded, whatever the length of a document: one thread reads and tokenises, on all cores, while the other
-  writes. A record takes some 40 bytes, when sequences are made of all.
+- Memory is bounded, whatever the length of a document: threads tokenise, on all cores, while one reads and writes. A
+  record takes some 40 bytes, when sequences are made of all.
 - `progress.json` says every few seconds how far it has come. After a stop, reading goes on from there.
 - The held-out part is drawn with a fixed seed, by whole records, so no other setting of a run changes it. Of joined
   text, the drawn documents come last and the end of the whole is held out: exactly the fraction asked for, even of a
@@ -17,7 +17,8 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +46,9 @@ PACKED_TOGETHER = 2**18
 COPIED_TOGETHER = 2**20
 """Tokens that are copied together."""
 Numbers = npt.NDArray[np.int64]
+Group = list[tuple[Record, Documents]]
+Origin = tuple[int, int, int]
+"""Source, file and line of a document."""
 
 
 def build(
@@ -115,32 +119,49 @@ class _Making:
     def write(self, source: DataSource, number: int, progress: _Progress) -> None:
         """Write the documents of a source, from where the state is."""
         state, writer, (start, skip) = self.state, self.writer, self.state["place"]
-        made = self._form.documents(source, self._folder, Place(*start), skip)
-        with contextlib.closing(Prefetcher(made, 1)) as groups:
+        with contextlib.closing(self._encoded(self._form.groups(source, Place(*start), skip))) as groups:
             for group in groups:
-                for record, documents in group:
-                    self._add(record, documents, number)
-                state["place"] = [record.place(), 1]
+                self._add(group, number)
+                state["place"] = [group[-1][0].place(), 1]
                 progress.show(writer.tokens + (self._later.tokens if self._later is not None else 0))
                 if time.monotonic() > self._saved + SAVE_EVERY:
                     self._save()
         if self._later is not None:
-            for document, *origin in self._later.read():
-                writer.add(document, *origin)
+            for pair in self._later.read():
+                writer.add([pair])
             self._later = DocumentWriter(self._later.folder, self._form)
         state["place"] = [START, 0]
         state["ends"].append((writer.tokens, writer.documents, state["records"]))
         self._save()
 
-    def _add(self, record: Record, encoded: Documents, number: int) -> None:
+    def _encoded(self, groups: Iterator[list[Record]]) -> Generator[Group]:
+        """Encode groups of records in threads, on all cores, while the next ones are read and earlier ones written."""
+        form, running = self._form, deque[Prefetcher[Group]]()
+        try:
+            for group in groups:
+                done = [next(running.popleft())] if len(running) == form.at_once else []
+                running.append(Prefetcher(map(form.encoded, [group], [self._folder]), 1))
+                yield from done
+            yield from map(next, running)
+        finally:
+            for encoding in running:
+                encoding.close()
+
+    def _add(self, group: Group, number: int) -> None:
         form, state = self._form, self.state
-        documents = truncate(encoded, form.length) if form.cut else encoded
-        state["records"] += not record.more
-        state["left out"] += not documents and form.layout != "joined"
-        state["cut"] += any(len(new.ids) < len(old.ids) for new, old in zip(documents, encoded, strict=False))
-        writer = self._later if self._later is not None and _drawn(record, self._fraction) else self.writer
-        for document in documents:
-            writer.add(document, number, record.file, record.line)
+        kept, later = list[tuple[Document, Origin]](), list[tuple[Document, Origin]]()
+        for record, encoded in group:
+            documents, origin = encoded, (number, record.file, record.line)
+            state["records"] += not record.more
+            if form.cut:
+                documents = truncate(encoded, form.length)
+                state["cut"] += any(len(new.ids) < len(old.ids) for new, old in zip(documents, encoded, strict=False))
+            state["left out"] += not documents and form.layout != "joined"
+            drawn = self._later is not None and _drawn(record, self._fraction)
+            (later if drawn else kept).extend((document, origin) for document in documents)
+        self.writer.add(kept)
+        if self._later is not None:
+            self._later.add(later)
 
     def _save(self) -> None:
         """Write the state, once what it speaks of is on disk."""
@@ -238,21 +259,33 @@ class DocumentWriter:
         share = self._counts[self._counts > 0] / max(1, self._counts.sum())
         return float(-(share * np.log(share)).sum())
 
-    def add(self, document: Document, source: int, file: int, line: int) -> None:
-        """Write a document, or a piece of one, and its origin."""
-        parts = [(self._out, document.ids.astype(self.dtype))]
+    def add(self, pairs: list[tuple[Document, Origin]]) -> None:
+        """Write documents, or pieces of them, together, and the origin of each."""
+        if not pairs:
+            return
+        ids = np.concatenate([document.ids for document, _ in pairs])
+        counted = np.concatenate([document.counted for document, _ in pairs])
+        ends = np.cumsum([len(document.ids) for document, _ in pairs]).tolist()
+        tokens = ids.astype(self.dtype)
+        parts = [tokens]
+        self._out.write(tokens.tobytes())
         if self._masks is not None:
-            parts.append((self._masks, document.counted))
-        for stream, values in parts:
-            stream.write(data := values.tobytes())
-            self.crc32 = zlib.crc32(data, self.crc32)
-        np.add.at(self._counts, document.ids[document.counted], 1)
-        self.tokens += len(document.ids)
-        if not document.more:
-            self.documents += 1
-            self._places.write(np.array((source, file, line, self.tokens)).tobytes())
+            self._masks.write(counted.tobytes())
+            spans = pairwise((0, *ends))
+            parts = [values[first:last] for first, last in spans for values in (tokens, counted)]
+        for part in parts:
+            self.crc32 = zlib.crc32(part.tobytes(), self.crc32)
+        np.add.at(self._counts, ids[counted], 1)
+        places = [
+            (*origin, self.tokens + end)
+            for (document, origin), end in zip(pairs, ends, strict=True)
+            if not document.more
+        ]
+        self._places.write(np.array(places, dtype=np.int64).tobytes())
+        self.documents += len(places)
+        self.tokens += len(ids)
 
-    def read(self) -> Iterator[tuple[Document, int, int, int]]:
+    def read(self) -> Iterator[tuple[Document, Origin]]:
         """Complete the files; yield what was given to ``add``, where all tokens are targets."""
         self.close()
         tokens: Any = np.memmap(self._out.name, self.dtype, "r") if self.documents else None
@@ -261,7 +294,7 @@ class DocumentWriter:
             source, file, line, end = place.tolist()
             for begin in range(first, end, COPIED_TOGETHER):
                 last = min(end, begin + COPIED_TOGETHER)
-                yield all_targets(tokens[begin:last], last < end), source, file, line
+                yield all_targets(tokens[begin:last], last < end), (source, file, line)
             first = end
 
     def close(self) -> None:

@@ -91,7 +91,8 @@ class Cutter:
     def _separates(self, text: str, place: int) -> bool:
         sides = [(text[place - before : place], text[place : place + after]) for before, after in EXTENTS]
         texts = [part for left, right in sides for part in (left, right, left + right)]
-        encoded = self._backend.encode_batch(texts, add_special_tokens=False)
+        # Not as a batch, which would wait for the cores where others fill them.
+        encoded = [self._backend.encode(part, add_special_tokens=False) for part in texts]
         return all(self._apart(*encoded[number : number + 3]) for number in range(0, len(encoded), 3))
 
     def _apart(self, left: Any, right: Any, both: Any) -> bool:

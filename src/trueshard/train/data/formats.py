@@ -66,6 +66,7 @@ class Format:
     rows: ClassVar[int] = 1  # rows of a batch that a record becomes
     columns: ClassVar[Sequence[tuple[str, ...]]] = ()  # keys, each set of which shows a record to be of this format
     cuts: bool | None = None  # as in ``Cutter``; for text
+    at_once: int = 1  # groups of records that may be encoded at the same time
     conversational: bool = False  # for some formats from their first record on: their texts are messages
     layout: Layout = "single"
 
@@ -118,10 +119,14 @@ class Format:
 
         They begin ``skip`` records, or pieces of one, after the place ``start``.
         """
-        for group in self._groups(source, start, skip):
-            yield list(zip(group, self.encode(group, folder), strict=True))
+        return (self.encoded(group, folder) for group in self.groups(source, start, skip))
 
-    def _groups(self, source: DataSource, start: Place, skip: int) -> Iterator[list[Record]]:
+    def encoded(self, group: list[Record], folder: Path) -> list[tuple[Record, Documents]]:
+        """Return the records of a group with the documents of each, as ``encode`` makes them."""
+        return list(zip(group, self.encode(group, folder), strict=True))
+
+    def groups(self, source: DataSource, start: Place, skip: int) -> Iterator[list[Record]]:
+        """Iterate over the groups of records that ``documents`` encodes."""
         group: list[Record] = []
         characters = 0
         pieces = (piece for whole in source.records(start) for piece in self.split(whole))
@@ -187,7 +192,7 @@ class TextFormat(Format):
         else:
             encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
-            (all_targets(np.array(ids if record.more else ids + end), record.more),)
+            (all_targets(np.array(ids if record.more else ids + end, dtype=np.int64), record.more),)
             for record, ids in zip(records, encoded, strict=True)
         ]
 
@@ -198,6 +203,10 @@ class TextFormat(Format):
     @cached_property
     def _cutter(self) -> Cutter:
         return Cutter(self._backend, f"the tokenizer {self.tokenizer.name_or_path}".rstrip())
+
+    @property
+    def at_once(self) -> int:  # type: ignore[override]  # two: one fills the cores while of the other an array is made
+        return 1 if self._backend is None else 2
 
     @property
     def cuts(self) -> bool | None:

@@ -352,8 +352,8 @@ def _damage_named(file: str) -> Iterator[None]:
 def _lines(file: str, stream: IO[bytes], place: Place) -> Entries:
     offset = place.offset
     for number, line in enumerate(stream, start=place.line):
-        if line.strip():
-            yield _object(_json(line.strip(), file, number), file, number), number, offset
+        if text := line.strip():
+            yield _object(_json(text, file, number), file, number), number, offset
         offset += len(line)
 
 
