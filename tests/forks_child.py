@@ -36,7 +36,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 READ_ON_IMPORT = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "HF_", "TRANSFORMERS_", "TORCH", "MKL_", "KMP_", "GOMP_")
-READ_ON_IMPORT += ("OMP_", "OPENBLAS_", "MPL", "TERMINAL_WIDTH", "TYPER_", "LC_", "LANG", "HOME", "XDG_CACHE_HOME")
+READ_ON_IMPORT += (
+    "OMP_",
+    "OPENBLAS_",
+    "MPL",
+    "TERMINAL_WIDTH",
+    "TYPER_",
+    "LC_",
+    "LANG",
+    "HOME",
+    "XDG_CACHE_HOME",
+    "EMULATED_",
+)
 """What the names of environment variables begin with that mean nothing after the imports."""
 READ_LATER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH", "HF_HUB_OFFLINE", "TORCHELASTIC", "TORCH_NCCL")
 READ_LATER += ("TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
