@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,6 +272,15 @@ def scribble(model: Any, optimizer: Any = None) -> None:
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     (value.to_local() if isinstance(value, DTensor) else value).fill_(1)
+
+
+def attempted(function: Callable[..., Any], *args: Any) -> str:
+    """The traceback of a function that failed; nothing if it did not."""
+    try:
+        function(*args)
+    except Exception:
+        return traceback.format_exc(limit=-6)
+    return ""
 
 
 def seed(number: int) -> None:

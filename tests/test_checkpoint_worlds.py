@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import trueshard
-from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
+from checkpointing import LAYOUTS, SETUPS, attempted, draw, everything, go_on, scribble, seed, started
 from parity import Pool, Ranks, assert_same
 
 FEW = ("without dimensions", "Muon and SGD")
@@ -61,15 +61,7 @@ def _is_of(name: str, one: str, two: str) -> bool:
 
 def save_all(rank: int, world_size: int, folder: str, layout: str, names: list[str]) -> dict[str, str]:
     """Each setup trained for two steps, saved, and trained for two more; the traceback of each that failed."""
-    return {name: _attempt(_save_one, rank, world_size, Path(folder), layout, name) for name in names}
-
-
-def _attempt(function: Any, *args: Any) -> str:
-    try:
-        function(*args)
-    except Exception:
-        return traceback.format_exc(limit=-6)
-    return ""
+    return {name: attempted(_save_one, rank, world_size, Path(folder), layout, name) for name in names}
 
 
 def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) -> None:
@@ -97,7 +89,7 @@ def load_all(rank: int, world_size: int, folder: str, layout: str, names: list[s
             outcome[name, layout, layout] = traceback.format_exc()
             continue
         for source in _sources(name, layout, how):
-            outcome[name, source, layout] = _attempt(
+            outcome[name, source, layout] = attempted(
                 _load_one, rank, world_size, Path(folder), layout, name, source, model, optimizer
             )
     return outcome

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import trueshard
-from checkpointing import LAYOUTS, SETUPS, draw, everything, go_on, scribble, seed, started
+from checkpointing import LAYOUTS, SETUPS, attempted, draw, everything, go_on, scribble, seed, started
 from parity import Pool, RankFailure, Ranks, assert_same
 from trueshard.checkpoint.snapshot_parts import ROOT, folder_of, parts_in
 
@@ -35,15 +34,7 @@ def _snapshots(folder: Path, name: str, **options: Any) -> trueshard.Snapshots:
 
 def save_all(rank: int, world_size: int, folder: str, layout: str, names: list[str]) -> dict[str, str]:
     """Each setup trained for two steps, each kept, and trained for two more; the traceback of each that failed."""
-    return {name: _attempt(_save_one, rank, world_size, Path(folder), layout, name) for name in names}
-
-
-def _attempt(function: Any, *args: Any) -> str:
-    try:
-        function(*args)
-    except Exception:
-        return traceback.format_exc(limit=-6)
-    return ""
+    return {name: attempted(_save_one, rank, world_size, Path(folder), layout, name) for name in names}
 
 
 def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) -> None:
@@ -64,7 +55,7 @@ def _save_one(rank: int, world_size: int, folder: Path, layout: str, name: str) 
 
 def load_all(rank: int, world_size: int, folder: str, source: str, layout: str, names: list[str]) -> dict[str, str]:
     """Each setup loaded from the layout that it was saved in."""
-    return {name: _attempt(_load_one, rank, world_size, Path(folder), source, layout, name) for name in names}
+    return {name: attempted(_load_one, rank, world_size, Path(folder), source, layout, name) for name in names}
 
 
 def _load_one(rank: int, world_size: int, folder: Path, source: str, layout: str, name: str) -> None:
@@ -171,18 +162,6 @@ def test_a_host_without_copies_is_lost_and_every_host_has_its_own(pool: Pool, tm
         assert_same(state, saved[rank][1])
 
 
-def save_here(rank: int, world_size: int, folder: str) -> list[Any]:
-    setup, model, optimizer = _trained(rank, world_size)
-    snapshots = _snapshots(Path(folder, "host0"), "hosts")
-    expected = []
-    for step in (1, 2):
-        go_on(setup, model, optimizer, rank, world_size, [step])
-        snapshots.save(step, model=model, optimizer=optimizer)
-        expected.append(everything(model, optimizer))
-    snapshots.wait()
-    return expected
-
-
 def _damaged(part: Path) -> None:
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
@@ -199,7 +178,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", ["a bit", *(pytest.param(name, marks=pytest.mark.rest) for name in [*DAMAGE][1:])])
 def test_a_part_that_is_not_whole_leaves_the_step_before(what: str, pool: Pool, tmp_path: Path) -> None:
-    saved = Ranks(2, pool).run(save_here, str(tmp_path))
+    saved = Ranks(2, pool).run(save_on_hosts, str(tmp_path), 0)
     (part,) = (tmp_path / "host0").glob("*/slot-1/rank-00001")
     DAMAGE[what](part)
     for rank, (step, state) in enumerate(Ranks(2, pool).run(load_on_hosts, str(tmp_path))):
@@ -209,12 +188,12 @@ def test_a_part_that_is_not_whole_leaves_the_step_before(what: str, pool: Pool, 
 
 @pytest.mark.rest
 def test_no_other_user_can_read_a_snapshot_or_put_one_there(pool: Pool, tmp_path: Path) -> None:
-    Ranks(2, pool).run(save_here, str(tmp_path))
+    Ranks(2, pool).run(save_on_hosts, str(tmp_path), 0)
     (folder,) = (tmp_path / "host0").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
     with pytest.raises(RankFailure, match="not a folder of this user alone"):
-        Ranks(2, pool).run(save_here, str(tmp_path))
+        Ranks(2, pool).run(save_on_hosts, str(tmp_path), 0)
 
 
 def save_twice(rank: int, world_size: int, folder: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Meeting:
         as_before = ranks == self._group.world and (own is None or own.layout == layout)
         everyone = self._group.attempt(_FAILED, lambda: (told, as_before))
         texts = {rank: text for told_there, _ in everyone for rank, text in told_there.items()}
-        records = [Part.parse(Path(), f"rank-{rank:05d}", texts[rank]) for rank in range(ranks)]
+        records = [Part.parse(Path(), texts[rank]) for rank in range(ranks)]
         alone = all(same for _, same in everyone)  # each rank needs its own part, and no other
         for rank in range(ranks):
             needing = [
@@ -154,8 +154,7 @@ class Meeting:
             slot.publish(part.text)
         self._group.attempt(_FAILED, lambda: None)
         if self._here in needing:
-            found = (p for p in parts_in(self._folders[0]) if p.rank == rank and p.made_by == part.made_by)
-            mine[rank] = next(p for p in found if p.step == part.step)
+            mine[rank] = replace(part, folder=slot.folder)
 
 
 class _Memory(Directory):

@@ -34,7 +34,7 @@ from trueshard.model.regions import Region, extent
 ROOT = "TRUESHARD_MEMORY"
 """Environment variable: another folder than /dev/shm under which runs keep their snapshots."""
 SLOTS = 2
-_RECORD = re.compile(r"rank-(\d{5})\.json")
+_RECORD = re.compile(r"rank-\d{5}\.json")
 _ALIGNMENT = 64
 """Bytes to whose multiples a tensor's place in a part is rounded up."""
 
@@ -48,6 +48,16 @@ def folder_of(run: str | os.PathLike[str]) -> Path:
     root = Path(os.environ.get(ROOT) or (place if place.is_dir() else tempfile.gettempdir()))
     digest = hashlib.sha256(os.path.abspath(run).encode()).hexdigest()[:16]
     return root / f"trueshard-{os.getuid()}-{digest}"
+
+
+def folders_of(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the folders in which parts of a run may be: in memory, and on the disk if there is a ``fallback``."""
+    return [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
+
+
+def name_of(rank: int) -> str:
+    """Return the name of a rank's file in a slot."""
+    return f"rank-{rank:05d}"
 
 
 def make_private(folder: Path) -> None:
@@ -78,7 +88,6 @@ class Part:
 
     folder: Path
     """The slot."""
-    name: str
     made_by: str
     """Word that the ranks which made a snapshot together share, and those of no other start."""
     step: int
@@ -97,13 +106,18 @@ class Part:
     text: str
     """The record itself, which can be sent to another host."""
 
+    @property
+    def name(self) -> str:
+        """Name of the file with the bytes."""
+        return name_of(self.rank)
+
     @classmethod
-    def parse(cls, folder: Path, name: str, text: str) -> Part | None:
+    def parse(cls, folder: Path, text: str) -> Part | None:
         """Return the part of a record; None if it is not whole, or of another version."""
         try:
             record = json.loads(text)
             tensors = {key: _placed(*values) for key, values in record.pop("tensors").items()}
-            return cls(folder=folder, name=name, tensors=tensors, text=text, **record)
+            return cls(folder=folder, tensors=tensors, text=text, **record)
         except (ValueError, TypeError, LookupError, AttributeError):
             return None
 
@@ -150,10 +164,10 @@ def parts_in(folder: Path) -> list[Part]:
     for slot in range(SLOTS):
         place = folder / f"slot-{slot}"
         for name in sorted(os.listdir(place)) if place.is_dir() else ():
-            if match := _RECORD.fullmatch(name):
+            if _RECORD.fullmatch(name):
                 with contextlib.suppress(OSError, UnicodeDecodeError):  # removed in the meantime
                     text = (place / name).read_text(encoding="utf-8")
-                    if (part := Part.parse(place, f"rank-{match[1]}", text)) is not None:
+                    if (part := Part.parse(place, text)) is not None:
                         result.append(part)
     return result
 
@@ -162,7 +176,7 @@ class Slot:
     """The file of one rank in one slot, mapped for writing."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.name = folder, f"rank-{rank:05d}"
+        self.folder, self.name = folder, name_of(rank)
         self._record = folder / f"{self.name}.json"
         self._data = torch.empty(0, dtype=torch.uint8)
 
@@ -198,7 +212,7 @@ def clear(folder: Path, ranks: Collection[int] | None = None) -> None:
     if ranks is None:
         shutil.rmtree(folder, ignore_errors=True)
         return
-    kept = {f"rank-{rank:05d}" for rank in ranks}
+    kept = set(map(name_of, ranks))
     for file in folder.glob("slot-*/rank-*"):
         if file.stem not in kept:
             file.unlink(missing_ok=True)

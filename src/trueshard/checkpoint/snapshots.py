@@ -34,6 +34,7 @@ from trueshard.checkpoint.snapshot_parts import (
     checksum_of,
     clear,
     folder_of,
+    folders_of,
     lasting_text,
     make_private,
     parts_in,
@@ -77,7 +78,7 @@ class Snapshots:
         self.step: int | None = None
         """Step of the snapshot that was saved or loaded last; None: none was."""
         self._copies = copies
-        self._folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
+        self._folders = folders_of(run, fallback)
         """Places where parts may be: in memory, and on the disk."""
         self._folder = self._folders[0]
         """Place of new files."""
@@ -276,9 +277,8 @@ def newest_parts(run: str | os.PathLike[str], fallback: str | os.PathLike[str] |
 
     Their bytes are not read. ``fallback``: as of ``Snapshots``.
     """
-    folders = [folder_of(run)] + ([Path(fallback)] if fallback is not None else [])
     held: dict[tuple[int, str], dict[int, Part]] = {}
-    for part in (part for folder in folders for part in parts_in(folder)):
+    for part in (part for folder in folders_of(run, fallback) for part in parts_in(folder)):
         held.setdefault((part.step, part.made_by), {})[part.rank] = part
     whole = [key for key, parts in held.items() if len(parts) == next(iter(parts.values())).ranks]
     return list(held[max(whole)].values()) if whole else []

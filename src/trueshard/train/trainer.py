@@ -217,6 +217,8 @@ class Trainer:
         """Evaluations since ``best``."""
         self.stopped = ""
         """Reason why the run ended before its last step; "" if it did not."""
+        self.from_memory = False
+        """True if training resumed from a snapshot."""
         self._scaling = scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         self._stall = 0.0
         """Seconds that the last checkpoint held training up; in the record of the step after it."""
@@ -438,9 +440,9 @@ class Trainer:
         if result is not None:
             self.load_state_dict(result["trainer"])
             self._lose_patience()
-            self._stall = self._save_if_due(
-                result["progress"]["evaluation"]
-            )  # it may have been lost while it was written
+            self.from_memory = True
+            # Its checkpoint may have been lost while it was written.
+            self._stall = self._save_if_due(result["progress"]["evaluation"])
         elif self.checkpoints is not None and newest >= 0:
             result = load(self.checkpoints.path(newest), **state)
             self.load_state_dict(result["trainer"])

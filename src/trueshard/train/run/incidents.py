@@ -58,8 +58,7 @@ class IncidentReport(Callback):
         self._origin = ""
 
     def on_start(self, trainer: Trainer) -> None:
-        in_memory = trainer.snapshots is not None and trainer.snapshots.step == trainer.step
-        self._origin = f"step {trainer.step} {'in memory' if in_memory and trainer.step else 'on disk'}"
+        self._origin = f"step {trainer.step} {'in memory' if trainer.from_memory else 'on disk'}"
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         incident, self._incident = self._incident, None

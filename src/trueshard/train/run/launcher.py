@@ -101,7 +101,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
             if final != FAILED:
                 return final
             why = _killed(ended, kills, ready.folder)
-            step, where = _newest(ready.config)
+            step, in_memory = _newest(ready.config)
             if step > reached:  # what was in the way is past
                 restarts, reached, first = 0, step, why
             if restarts == most:
@@ -110,6 +110,7 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
                     _say(f"{why}{again}; {_going_on(ready.config)}")
                 return FAILED
             restarts += 1
+            where = f"step {step} in memory" if in_memory else "the newest checkpoint"
             _say(f"{why or 'a rank failed'}; starting again from {where} ({restarts} of {most})")
             incident = Incident(why or "a rank failed", ended.noticed, {})
             incident.mark("end of the others")
@@ -216,20 +217,19 @@ def _killed(ended: Ended, kills: int | None, folder: Path) -> str:
     )
 
 
-def _newest(config: Config) -> tuple[int, str]:
-    """Return the step from which a start goes on, and what has it, in words."""
+def _newest(config: Config) -> tuple[int, bool]:
+    """Return the step from which a start goes on, and whether memory has it."""
     on_disk, parts = checks.checkpoints_of(config).steps(), []
     if config.train.memory_every is not None:
         parts = newest_parts(config.run.folder, checks.on_disk(config))
     step = on_disk[-1] if on_disk else 0
-    if parts and parts[0].step > step:
-        return parts[0].step, f"step {parts[0].step} in memory"
-    return step, "the newest checkpoint"
+    in_memory = parts[0].step if parts else 0
+    return max(step, in_memory), in_memory > step
 
 
 def _going_on(config: Config) -> str:
     newest = checks.checkpoints_of(config).latest()
-    if config.train.memory_every is not None and _newest(config)[1] != "the newest checkpoint":
+    if _newest(config)[1]:
         return "its newest step was in memory"
     return f"the same command goes on from {newest}" if newest else "there is no checkpoint: it begins again"
 

@@ -120,9 +120,7 @@ def _resume(ready: Ready, trainer: Trainer, override: bool) -> None:
         raise UserError(f"{path} does not load: {detail}; {remedy}") from error
     if state is None:
         return
-    origin: object = path
-    if trainer.snapshots is not None and trainer.snapshots.step == trainer.step:
-        origin = "memory"
+    origin = "memory" if trainer.from_memory else path
     if state["data"]["crc32"] != data.summary.crc32 and not override:
         raise UserError(
             f"data.path: what {data.folder} holds is not what {origin} was trained on; put it back as it was, "
