@@ -17,7 +17,8 @@ from matplotlib.image import imread
 from torch import nn
 
 import trueshard
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.callbacks import Callback
+from trueshard.train.trainer import Trainer
 
 
 def trainer(callbacks: Sequence[Callback], steps: int, folder: Path | None = None, **more: Any) -> Trainer:

@@ -103,7 +103,7 @@ def test_the_trainer_counts_each_sequence_once(
 
 
 def test_the_configuration_has_the_axes() -> None:
-    from trueshard.train.config import ShardSection
+    from trueshard.train.shard_section import ShardSection
 
     section = ShardSection(tensor={"ranks": 2, "sequence": True}, context=2, experts=2, replicate=2)
     choices = section.options()

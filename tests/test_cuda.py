@@ -35,9 +35,9 @@ from trueshard.optim.shards import group_shards
 from trueshard.planner.hardware import hardware
 from trueshard.planner.simulation.rehearse import rehearse
 from trueshard.train.losses import summed
+from trueshard.train.reducing import over_ranks
 from trueshard.train.rl.engine import drawn, nucleus
 from trueshard.train.rl.vllm import copied_weights
-from trueshard.train.trainer import over_ranks
 
 if DEVICE != "cuda":
     pytest.skip("runs on a CUDA device: `make cuda` emulates one", allow_module_level=True)

@@ -24,9 +24,9 @@ import corpora
 from messages import naming
 from resting import all_but
 from trueshard.errors import UserError
-from trueshard.train.config import DataSection
 from trueshard.train.data import cutting, formats, sources, streams
 from trueshard.train.data.batches import IGNORED, Batch, Stream
+from trueshard.train.data.config import DataSection
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared, prepare

@@ -16,7 +16,7 @@ from pyarrow import parquet
 import corpora
 from messages import naming
 from trueshard.errors import UserError
-from trueshard.train.config import DataSection
+from trueshard.train.data.config import DataSection
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.prepared import prepare
 from trueshard.train.data.sources import HubSource, find

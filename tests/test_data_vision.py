@@ -18,8 +18,9 @@ from pyarrow import parquet
 import corpora
 from messages import lacking, naming
 from trueshard.errors import UserError
-from trueshard.train.config import Config, DataSection
+from trueshard.train.config import Config
 from trueshard.train.data.batches import IGNORED
+from trueshard.train.data.config import DataSection
 from trueshard.train.data.formats import FORMATS, VisionFormat
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.sources import Record

@@ -14,11 +14,12 @@ from parity import Ranks
 from showing import Lost, answer, answers, trainer, write_samples
 from test_metrics_trackers import CONFIG, Kept
 from trueshard.errors import UserError
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.answers import SamplesWriter, line, markdown, read_samples
 from trueshard.train.metrics.step_metrics import Measures
 from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.rl.samples import Sample
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 
 class Rollouts(Callback):

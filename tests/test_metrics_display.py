@@ -21,9 +21,10 @@ from rich.console import Console
 import forks
 from parity import Ranks
 from showing import record, rewarded, trainer
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.step_metrics import Measures
 from trueshard.train.metrics.terminal import Display, bar, figures, fitting, together, trend
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -15,8 +15,9 @@ from messages import naming
 from parity import Ranks
 from showing import Lost, record, trainer, write_run
 from trueshard.errors import UserError
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, read_metrics
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 
 class Changed(Callback):

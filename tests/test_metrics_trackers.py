@@ -17,10 +17,11 @@ from messages import lacking, naming
 from running import CONFIG as RUN
 from showing import Lost, trainer
 from trueshard.errors import UserError
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.step_metrics import Measures, MetricsWriter, read_metrics
 from trueshard.train.metrics.trackers import Tracker, Tracking, trackers
 from trueshard.train.parse import load_config
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 CONFIG = {"train": {"steps": 6}}
 

@@ -19,7 +19,7 @@ from messages import lacking
 from resting import all_but
 from trueshard.cli import main
 from trueshard.launching import python_command
-from trueshard.train.config import ShardSection
+from trueshard.train.shard_section import ShardSection
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,7 +20,7 @@ from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
 from test_rl_rollouts import model_of, records, reward, run, tokenizer
 from trueshard.errors import UserError
-from trueshard.train.config import EvaluationSection
+from trueshard.train.data.config import EvaluationSection
 from trueshard.train.rl.run import Evaluation
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine

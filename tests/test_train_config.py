@@ -14,7 +14,8 @@ import configuration_reference
 from messages import lacking, naming
 from trueshard import train
 from trueshard.errors import UserError
-from trueshard.train.config import TEXT_FILES, Config
+from trueshard.train.config import Config
+from trueshard.train.data.config import TEXT_FILES
 from trueshard.train.models.build import architecture
 from trueshard.train.parse import load_config
 from trueshard.train.run.resuming import located, with_settings, write_settings

@@ -276,7 +276,7 @@ def test_a_damaged_plan_is_refused_by_key() -> None:
 
 
 def test_every_option_of_shard_has_one_default() -> None:
-    from trueshard.train.config import ShardSection
+    from trueshard.train.shard_section import ShardSection
 
     options = dict(vars(Options()))
     for function in (trueshard.shard, trueshard.verify):

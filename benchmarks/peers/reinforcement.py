@@ -57,9 +57,10 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
     """
     import torch
 
+    from trueshard.train.callbacks import Callback
     from trueshard.train.config import Config
     from trueshard.train.run import checks, session
-    from trueshard.train.trainer import Callback, Trainer
+    from trueshard.train.trainer import Trainer
 
     ranks = dist.get_world_size()
     model: dict[str, Any] = {"model": {"path": str(ROOT / "models/sort")}}

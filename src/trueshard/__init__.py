@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trueshard.sharding.tokens import TokenMean as TokenMean
     from trueshard.sharding.tokens import count_targets as count_targets
     from trueshard.sharding.tokens import token_mean as token_mean
-    from trueshard.train.trainer import Callback as Callback
+    from trueshard.train.callbacks import Callback as Callback
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
     from trueshard.verification import verify as verify

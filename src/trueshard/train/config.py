@@ -8,40 +8,28 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from trueshard.axes import OPTIONS, ranks_along, sizes_of
-from trueshard.options import EXPONENTS, FIELDS, NAMES, GradientSumsWord, Options
-from trueshard.plans import check_options
+from trueshard.options import EXPONENTS, GradientSumsWord
 from trueshard.train import plugins
+from trueshard.train.data.config import OWN_FORMATS, DataSection, EvaluationSection
 from trueshard.train.models.config import AdapterSection, ModelSection, TokenizerSection
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.section import Fraction, Section, Text, one_of
+from trueshard.train.shard_section import ShardSection
 
 Exponents = Annotated[dict[Text, Annotated[int, Field(ge=EXPONENTS[0], le=EXPONENTS[-1])]], Field(min_length=1)]
 
-OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction")
 OWN_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "logging")
 
 if TYPE_CHECKING:
-    FormatName = str
     TrackerName = str
 else:  # a type checker wants to see each word; pydantic takes them from here and from installed packages
-    FormatName = Literal[OWN_FORMATS + plugins.words("data.format")]
     TrackerName = Literal[OWN_TRACKERS + plugins.words("log.to")]
-
-TEXT_FILES = [
-    *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
-    *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.hpp", "*.java", "*.js", "*.ts", "*.go", "*.rs", "*.rb", "*.sh"),
-    *("*.toml", "*.yaml", "*.yml"),
-]
 
 
 class RunSection(Section):
@@ -69,77 +57,6 @@ class RunSection(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return Path(self.dir).expanduser()
-
-
-class SourceSection(Section):
-    """One of several sources of data: `[[data.sources]]`."""
-
-    path: Text
-    """Path of the source, as `data.path`."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the samples, relative to the other sources'."""
-
-
-class DataSection(Section):
-    """The training data: exactly one of `path` and `sources`."""
-
-    format: FormatName = "text"
-    """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
-    vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward.
-    completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
-    (Alpaca). Or one that an installed package brings. Left out, the keys of the first record tell: text if `data.field`
-    is among them, or if they fit none."""
-    path: Text | None = None
-    """A folder, a file or a pattern ("data/*.jsonl") of text, JSONL, JSON, CSV, Parquet or WebDataset (.tar), here or
-    at an address that fsspec reads ("s3://…"), a data set on the hub ("owner/name"), or "stdlib": the source of
-    Python's own library."""
-    sources: list[SourceSection] = []
-    """Several sources, mixed by weight."""
-    include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
-    """File name patterns to read in a folder and all its subfolders; names that start with "." are left out. Left out:
-    text files or, where there are none, .jsonl, .parquet and .tar."""
-    field: Text = "text"
-    """Key that holds the text, in files of records with format "text"."""
-    subset: Text | None = None
-    """Configuration of a data set on the hub."""
-    split: Text = "train"
-    """Split of a data set on the hub."""
-    streaming: bool = False
-    """Read during training instead of preparing all data first: nothing is copied to the disk."""
-    packing: bool = True
-    """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction").
-    False: one, padded."""
-    answers_only: bool = True
-    """Only tokens of the assistant, or the completion, count in the loss (also with format "vision")."""
-    images: bool = False
-    """Every record has `images`, as with format "vision" (format "prompt")."""
-    prefetch: Annotated[int, Field(ge=0)] = 2
-    """Steps whose batches are prepared in the background."""
-
-    _one_place = one_of("data.path", "data.sources")
-
-
-class EvaluationSection(Section):
-    """The loss on samples that are not trained on. Left out, there is none."""
-
-    path: Text | None = None
-    """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
-    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Fraction of the data that is held out, without `path`."""
-    every: Annotated[int, Field(ge=1)] = 100
-    """Steps between evaluations; there is one at the end too."""
-    samples: Annotated[int, Field(ge=1)] | None = None
-    """Evaluate the first so many samples; left out, all."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop training after so many evaluations without a better one, and keep the best: `checkpoints/best`."""
-    answers: Annotated[int, Field(ge=1)] = 1
-    """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Temperature of an evaluation's answers, with `[rl]`; 0 always takes the likeliest token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that together have at least this probability; with `[rl]`."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from so many likeliest tokens; 0: from all; with `[rl]`."""
 
 
 class TrainSection(Section):
@@ -288,64 +205,6 @@ class ScheduleSection(Section):
             raise ValueError("schedule.arguments goes with schedule.class only; remove it, or set schedule.class")
         if self.decay_steps is not None and self.decay != "wsd":
             raise ValueError('schedule.decay_steps goes with schedule.decay = "wsd" only; remove it')
-        return self
-
-
-def _in_toml(name: str, annotation: Any = None) -> Any:
-    """Return the type of an option's value in TOML: its record's, with no empty text and with bounded numbers."""
-    metadata = FIELDS[name].metadata
-    annotation = metadata["text"] if annotation is None else annotation
-    arguments = tuple(_in_toml(name, argument) for argument in get_args(annotation))
-    if annotation is int:
-        return annotation if metadata["least"] is None else Annotated[int, Field(ge=metadata["least"])]
-    if annotation is str:
-        return Text
-    if get_origin(annotation) in (Union, UnionType):
-        return functools.reduce(operator.or_, arguments)
-    if get_origin(annotation) in (list, dict):
-        return Annotated[get_origin(annotation)[arguments], Field(min_length=1)]
-    return annotation
-
-
-if TYPE_CHECKING:
-    _OptionKeys = Section  # so that everything reads them through ``ShardSection.options()``, whose types are known
-else:
-    _OptionKeys = create_model(
-        "OptionKeys",
-        __base__=Section,
-        **{
-            name: (_in_toml(name), Field(FIELDS[name].default, description=FIELDS[name].metadata["help"]))
-            for name in NAMES
-        },
-    )
-
-
-class ShardSection(_OptionKeys):
-    """The options of `trueshard.shard()`, and the copies of the model."""
-
-    replicate: Annotated[int, Field(ge=1)] = 1
-    """Copies of the whole model: each is sharded over ranks / `replicate` ranks (HSDP)."""
-
-    def options(self) -> Options:
-        """Return the options of `trueshard.shard()`."""
-        return Options(**{name: getattr(self, name) for name in NAMES})
-
-    def readers(self, ranks: int) -> int:
-        """Return how many of `ranks` read different samples; raise ValueError if the axes do not divide them."""
-        axes = {f"shard.{name}": size for name, size in sizes_of(self).items()}
-        sizes = {"shard.replicate": self.replicate} | axes
-        if ranks % (product := math.prod(sizes.values())):
-            factors = " × ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
-            raise ValueError(f"{factors}: {ranks} ranks do not divide by {product}; choose others")
-        return ranks // math.prod(axes.values())
-
-    @model_validator(mode="after")
-    def _checked(self) -> ShardSection:
-        """Raise ValueError, with the key, for what is no valid option whatever the model."""
-        try:
-            check_options(self.options())
-        except ValueError as error:
-            raise ValueError(f"shard.{error}") from None
         return self
 
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from trueshard.checkpoint.hashing import check_replicas
 from trueshard.checkpoint.loading import load
 from trueshard.checkpoint.saving import Checkpoints, Saving
 from trueshard.checkpoint.snapshots import Snapshots
-from trueshard.distributed import all_reduce_on_hosts, device_of
+from trueshard.distributed import device_of
 from trueshard.errors import ReplicasDiffer, TrueShardError
 from trueshard.model import names
 from trueshard.optim.exact import loss_on_grid
@@ -37,69 +36,10 @@ from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
 from trueshard.sharding.tokens import token_mean
 from trueshard.text import logger
+from trueshard.train.callbacks import Callback
 from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.losses import Loss, Mean
-
-
-class Callback:
-    """Base class: override the events of interest. Every rank calls every event, in the order of the callbacks.
-
-    An event may add to its ``record``, which goes into the metrics of that step. ``trainer.stop(why)`` ends the run
-    after the step. A collective must be called on all ranks; ``trainer.rank`` tells them apart.
-    """
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Run before the first step, after a resume."""
-
-    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Run after each optimizer step; ``record``: step, loss (nats), grad_norm, lr, tokens, seconds and more."""
-
-    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Run after an evaluation; ``record``: loss (nats), perplexity, count."""
-
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        """Run after a checkpoint was begun; it may still be written in the background."""
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Run after the last step, or before the one that was not taken; also after an error in a step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON values and tensors that a resumed run needs; saved by class, several of a class in order."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-
-
-def over_ranks(
-    values: Iterable[float | torch.Tensor],
-    device: torch.device,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    alike: Iterable[float | torch.Tensor] = (),
-) -> list[float]:
-    """Return each value reduced over ranks, in float64, which holds bytes exactly; then those that are ``alike``.
-
-    Collective. Waits for the device once, or not at all if no value lies there.
-    """
-    values, alike = list(values), list(alike)
-    on_device = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in [*values, *alike])
-
-    def joined(some: list[float | torch.Tensor]) -> torch.Tensor:
-        # A number goes to the device as an argument of a kernel: a copy of it would wait.
-        numbers = [v if isinstance(v, torch.Tensor) and v.device.type != "cpu" else float(v) for v in some]
-        where: dict[str, Any] = {"dtype": torch.float64, "device": device if on_device else "cpu"}
-        tensors = [v.detach().double() if isinstance(v, torch.Tensor) else torch.full((), v, **where) for v in numbers]
-        return torch.stack(tensors) if tensors else torch.zeros(0, **where)
-
-    shared = joined(values)
-    if dist.is_initialized():
-        if on_device:
-            dist.all_reduce(shared, op)
-        else:
-            world: Any = dist.group.WORLD
-            all_reduce_on_hosts(shared, world, device, op)
-    reduced: list[float] = torch.cat([shared, joined(alike)]).tolist()
-    return reduced
+from trueshard.train.reducing import over_ranks
 
 
 class NonFiniteLoss(TrueShardError, ArithmeticError):

@@ -27,7 +27,6 @@ import numpy as np
 from trueshard.errors import UserError
 from trueshard.text import nearest
 from trueshard.train import plugins
-from trueshard.train.config import DataSection
 from trueshard.train.data import chat
 from trueshard.train.data.addresses import kind
 from trueshard.train.data.batches import (
@@ -41,6 +40,7 @@ from trueshard.train.data.batches import (
     pad_ends,
     stack,
 )
+from trueshard.train.data.config import DataSection
 from trueshard.train.data.cutting import PIECE, Cutter
 from trueshard.train.data.sources import READERS, START, DataSource, Fields, HubSource, Place, Record, TextFile, find
 from trueshard.train.data.tokenizer import fast_backend, pad_token

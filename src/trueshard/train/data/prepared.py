@@ -19,7 +19,7 @@ from typing import Any
 import trueshard
 from trueshard.errors import UserError
 from trueshard.files import making, replacing
-from trueshard.train.config import Config, SourceSection
+from trueshard.train.config import Config
 from trueshard.train.data import tokenizer as tokenizers
 from trueshard.train.data.batches import (
     Collate,
@@ -29,6 +29,7 @@ from trueshard.train.data.batches import (
     StreamMixture,
 )
 from trueshard.train.data.building import build
+from trueshard.train.data.config import SourceSection
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, damage_named, read_summary

@@ -34,7 +34,6 @@ from typing import IO, Any, NamedTuple
 
 from trueshard.errors import UserError, cut_line, explained, one_line
 from trueshard.text import load_json
-from trueshard.train.config import TEXT_FILES, DataSection
 from trueshard.train.data.addresses import (
     CHUNK,
     base_name,
@@ -46,6 +45,7 @@ from trueshard.train.data.addresses import (
     size_of,
     state_of,
 )
+from trueshard.train.data.config import TEXT_FILES, DataSection
 from trueshard.train.models.config import is_hub_name
 
 Fields = dict[str, Any]

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trueshard.planner.report.frame import framed
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.step_metrics import (
     Line,
     LineSpan,
@@ -43,7 +44,7 @@ from trueshard.train.metrics.step_metrics import (
 )
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.rl.samples import Sample
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 NAME = "samples.jsonl"
 EACH_TOKEN = ("tokens", "pieces", "own", "logprobs", "trained_logprobs")

@@ -33,9 +33,11 @@ from trueshard.errors import UserError
 from trueshard.files import replacing
 from trueshard.planner.hardware import hardware, recognise
 from trueshard.text import load_json
+from trueshard.train.callbacks import Callback
 from trueshard.train.data.loader import Loader
 from trueshard.train.preference import PreferenceLoss
-from trueshard.train.trainer import Callback, Trainer, over_ranks
+from trueshard.train.reducing import over_ranks
+from trueshard.train.trainer import Trainer
 
 Line = dict[str, Any]
 

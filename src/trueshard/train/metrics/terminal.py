@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.callbacks import Callback
+from trueshard.train.trainer import Trainer
 
 GIB = 2**30
 WAITING = 0.05

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from trueshard.errors import UserError, explained, one_line
 from trueshard.files import replace_text
 from trueshard.train import plugins
+from trueshard.train.callbacks import Callback
 from trueshard.train.metrics.step_metrics import before_training
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 
 class Tracker(Protocol):

@@ -38,11 +38,11 @@ from trueshard.sharding.engine import set_reshard_after_forward, sharded
 from trueshard.sharding.gathering import GatheredCopy
 from trueshard.train.data.order import draws, mix
 from trueshard.train.data.tokenizer import pad_token
+from trueshard.train.reducing import over_ranks
 from trueshard.train.rl.config import ENGINES, RolloutSection
 from trueshard.train.rl.ranks import divided, rank_and_ranks
 from trueshard.train.rl.sampler import PromptEncoder
 from trueshard.train.rl.samples import Answer, Engine, Name, Request, Sampling
-from trueshard.train.trainer import over_ranks
 
 
 class TransformersEngine:

@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from trueshard.errors import UserError
-from trueshard.train.config import Config, EvaluationSection
+from trueshard.train.callbacks import Callback
+from trueshard.train.config import Config
 from trueshard.train.data.batches import Mixture
+from trueshard.train.data.config import EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
 from trueshard.train.metrics.answers import SamplesWriter, line
@@ -26,7 +28,7 @@ from trueshard.train.rl.ranks import rank_and_ranks
 from trueshard.train.rl.reward import CHECKED, Rewards
 from trueshard.train.rl.rollouts import Rollouts
 from trueshard.train.rl.sampler import means
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.trainer import Trainer
 
 
 def check_parts(config: Config, data: Prepared) -> None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trueshard.train.trainer import Callback, Trainer
+from trueshard.train.callbacks import Callback
+from trueshard.train.trainer import Trainer
 
 VARIABLE = "TRUESHARD_INCIDENT"
 """Environment variable by which our launcher tells the next workers why they are started."""

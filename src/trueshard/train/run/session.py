@@ -19,7 +19,8 @@ from trueshard.errors import UserError, one_line, warn_user, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
-from trueshard.train.config import Config, ShardSection
+from trueshard.train.callbacks import Callback
+from trueshard.train.config import Config
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
@@ -38,10 +39,12 @@ from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.preference import PreferenceLoss
+from trueshard.train.reducing import over_ranks
 from trueshard.train.run import checks, resuming
 from trueshard.train.run.checks import Ready, checkpoints_of
 from trueshard.train.run.incidents import Incident, IncidentReport
-from trueshard.train.trainer import Callback, NonFiniteLoss, Trainer, over_ranks
+from trueshard.train.shard_section import ShardSection
+from trueshard.train.trainer import NonFiniteLoss, Trainer
 
 PROFILED = (3, 5)
 """First and last step that `--profile` records: caches and allocators are warm by then."""

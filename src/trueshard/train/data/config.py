@@ -1,0 +1,94 @@
+"""Sections of the configuration about data: what is trained on, and what is held out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from trueshard.train import plugins
+from trueshard.train.section import Section, Text, one_of
+
+OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction")
+
+if TYPE_CHECKING:
+    FormatName = str
+else:  # a type checker wants to see each word; pydantic takes them from here and from installed packages
+    FormatName = Literal[OWN_FORMATS + plugins.words("data.format")]
+
+TEXT_FILES = [
+    *("*.txt", "*.text", "*.md", "*.rst", "*.tex", "*.org", "*.html", "*.xml"),
+    *("*.py", "*.c", "*.h", "*.cc", "*.cpp", "*.hpp", "*.java", "*.js", "*.ts", "*.go", "*.rs", "*.rb", "*.sh"),
+    *("*.toml", "*.yaml", "*.yml"),
+]
+
+
+class SourceSection(Section):
+    """One of several sources of data: `[[data.sources]]`."""
+
+    path: Text
+    """Path of the source, as `data.path`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the samples, relative to the other sources'."""
+
+
+class DataSection(Section):
+    """The training data: exactly one of `path` and `sources`."""
+
+    format: FormatName = "text"
+    """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
+    vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward.
+    completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
+    (Alpaca). Or one that an installed package brings. Left out, the keys of the first record tell: text if `data.field`
+    is among them, or if they fit none."""
+    path: Text | None = None
+    """A folder, a file or a pattern ("data/*.jsonl") of text, JSONL, JSON, CSV, Parquet or WebDataset (.tar), here or
+    at an address that fsspec reads ("s3://…"), a data set on the hub ("owner/name"), or "stdlib": the source of
+    Python's own library."""
+    sources: list[SourceSection] = []
+    """Several sources, mixed by weight."""
+    include: Annotated[list[Text], Field(min_length=1)] = TEXT_FILES
+    """File name patterns to read in a folder and all its subfolders; names that start with "." are left out. Left out:
+    text files or, where there are none, .jsonl, .parquet and .tar."""
+    field: Text = "text"
+    """Key that holds the text, in files of records with format "text"."""
+    subset: Text | None = None
+    """Configuration of a data set on the hub."""
+    split: Text = "train"
+    """Split of a data set on the hub."""
+    streaming: bool = False
+    """Read during training instead of preparing all data first: nothing is copied to the disk."""
+    packing: bool = True
+    """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction").
+    False: one, padded."""
+    answers_only: bool = True
+    """Only tokens of the assistant, or the completion, count in the loss (also with format "vision")."""
+    images: bool = False
+    """Every record has `images`, as with format "vision" (format "prompt")."""
+    prefetch: Annotated[int, Field(ge=0)] = 2
+    """Steps whose batches are prepared in the background."""
+
+    _one_place = one_of("data.path", "data.sources")
+
+
+class EvaluationSection(Section):
+    """The loss on samples that are not trained on. Left out, there is none."""
+
+    path: Text | None = None
+    """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Fraction of the data that is held out, without `path`."""
+    every: Annotated[int, Field(ge=1)] = 100
+    """Steps between evaluations; there is one at the end too."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """Evaluate the first so many samples; left out, all."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Stop training after so many evaluations without a better one, and keep the best: `checkpoints/best`."""
+    answers: Annotated[int, Field(ge=1)] = 1
+    """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Temperature of an evaluation's answers, with `[rl]`; 0 always takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together have at least this probability; with `[rl]`."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from so many likeliest tokens; 0: from all; with `[rl]`."""
