@@ -229,7 +229,7 @@ class ChatFormat(Format):
 
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         rendered = [
-            self.template.render(turns, record.where, record.fields.get("tools"))
+            self.template.render(turns, record.where, chat.tools_of(record.fields, record.where))
             for record in records
             for turns in self.parts(self.section, record)
         ]
@@ -263,7 +263,7 @@ class CompletionFormat(Format):
         context = len(prompt) if self.section.answers_only else 0
         if isinstance(prompt, str):
             return [self._answered(prompt, completion) if context else self._answered("", prompt + completion)]
-        self.conversational, tools = True, record.fields.get("tools")
+        self.conversational, tools = True, chat.tools_of(record.fields, record.where)
         return self.template.documents([self.template.render([*prompt, *completion], record.where, tools, context)])
 
 
@@ -285,7 +285,7 @@ class PreferenceFormat(Format):
         if isinstance(prompt, str):
             return tuple(self._answered(prompt, answer) for answer in answers)
         self.conversational = True
-        tools, context = record.fields.get("tools"), len(prompt)
+        tools, context = chat.tools_of(record.fields, record.where), len(prompt)
         rendered = [
             self.template.render([*prompt, *answer], f"{record.where}: {key}", tools, context)
             for key, answer in zip(PAIR[1:], answers, strict=True)
@@ -351,7 +351,7 @@ class PromptFormat(Format):
             assert not isinstance(prompt, str)
             store_images([prompt], folder)
         else:
-            tools = record.fields.get("tools")
+            tools = chat.tools_of(record.fields, record.where)
             text = prompt if isinstance(prompt, str) else self.template.prompt(prompt, record.where, tools)
             if len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) > self.length:
                 return ()
