@@ -48,7 +48,7 @@ KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 FORMS = (("messages", "role", "content"), ("conversations", "from", "value"))
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "\uf8ff"
-"""Of private use: no text has it, and no template takes it away as white space."""
+"""A character of private use: no text has it, and no template takes it away as white space."""
 COMPARED = 50
 """Conversations whose targets are also found without the marks of the template."""
 
