@@ -212,8 +212,8 @@ def test_held_out_conversations_are_whole(tmp_path: Path) -> None:
     file = corpora.write_conversations(tmp_path / "chat.jsonl", 40)
     settings = {"format": "chat", "path": str(file), "packing": False}
     data = corpora.made(corpora.config(tmp_path, settings, length=256, evaluation={"fraction": 0.25}))
-    assert data.evaluation is not None
-    places = [{part.where(i) for i in range(len(part))} for part in (data.train, data.evaluation)]  # type: ignore
+    assert [*data.evaluation] == [""]
+    places = [{part.where(i) for i in range(len(part))} for part in (data.train, data.evaluation[""])]  # type: ignore
     assert [len(each) for each in places] == [30, 10]
     assert not places[0] & places[1]
 

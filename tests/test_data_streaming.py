@@ -323,8 +323,8 @@ def test_a_resume_reads_nothing_that_is_before(tmp_path: Path, kind: str) -> Non
 def test_evaluation_beside_a_stream_is_prepared(tmp_path: Path) -> None:
     other = corpora.write_texts(tmp_path / "other", 12)
     data = streamed(tmp_path, {"path": str(corpora.write_texts(tmp_path / "text"))}, evaluation={"path": str(other)})
-    assert data.evaluation is not None
-    assert str(other) in data.evaluation.where(0)
+    assert [*data.evaluation] == [""]
+    assert str(other) in data.evaluation[""].where(0)
     with pytest.raises(TypeError, match="not known"):
         len(data)
 

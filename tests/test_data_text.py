@@ -119,10 +119,10 @@ def test_held_out_text_is_the_part_asked_for_and_not_trained_on(tmp_path: Path) 
     whole = corpora.made(corpora.config(tmp_path, path))
     total = whole.summary.tokens
     data = corpora.made(corpora.config(tmp_path, path, evaluation={"fraction": 0.2}))
-    assert data.evaluation is not None
-    assert len(data.evaluation) == (round(0.2 * total) - 1) // 32
+    assert [*data.evaluation] == [""]
+    assert len(data.evaluation[""]) == (round(0.2 * total) - 1) // 32
     assert len(data) == (total - round(0.2 * total) - 1) // 32
-    parts = (data.train, data.evaluation)
+    parts = (data.train, data.evaluation[""])
     train, held = ({file for i in range(len(part)) for file in part.where(i).split(" and ")} for part in parts)
     assert len(train & held) <= 1
 
@@ -130,8 +130,8 @@ def test_held_out_text_is_the_part_asked_for_and_not_trained_on(tmp_path: Path) 
 def test_a_single_long_document_can_be_held_out_of(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("To shard or not to shard, that is the question. " * 200)
     data = corpora.made(corpora.config(tmp_path, {"path": str(tmp_path / "one.txt")}, evaluation={"fraction": 0.1}))
-    assert data.evaluation is not None
-    assert len(data.evaluation) == pytest.approx(0.1 * (len(data) + len(data.evaluation)), abs=1)
+    assert [*data.evaluation] == [""]
+    assert len(data.evaluation[""]) == pytest.approx(0.1 * (len(data) + len(data.evaluation[""])), abs=1)
 
 
 def test_evaluation_of_its_own_is_not_in_the_data(tmp_path: Path) -> None:
@@ -143,8 +143,23 @@ def test_evaluation_of_its_own_is_not_in_the_data(tmp_path: Path) -> None:
     data = corpora.made(settings)
     alone = corpora.made(corpora.config(tmp_path / "alone", {"path": str(tmp_path / "text")}))
     assert len(data) == len(alone)
-    assert data.evaluation is not None
-    assert f"{tmp_path / 'other'}" in data.evaluation.where(0)
+    assert [*data.evaluation] == [""]
+    assert f"{tmp_path / 'other'}" in data.evaluation[""].where(0)
+
+
+@pytest.mark.parametrize("more", [{}, {"fraction": 0.2}])
+def test_sets_of_an_evaluation_have_names(tmp_path: Path, more: dict[str, float]) -> None:
+    sets = {name: str(corpora.write_texts(tmp_path / name, 12)) for name in ("maths", "code")}
+    data = {"path": str(corpora.write_texts(tmp_path / "text"))}
+    settings = corpora.config(tmp_path, data, evaluation={"sets": sets} | more)
+    made = corpora.made(settings)
+    assert [*made.evaluation] == [*([""] if more else []), "maths", "code"]
+    for name in sets:
+        assert f"{tmp_path / name}" in made.evaluation[name].where(0)
+    (tmp_path / "none").mkdir()
+    wrong = corpora.config(tmp_path / "wrong", data, evaluation={"sets": {"maths": str(tmp_path / "none")}})
+    with pytest.raises(UserError, match=r"evaluation\.sets\.maths"):
+        corpora.made(wrong)
 
 
 def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:

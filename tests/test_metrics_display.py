@@ -64,19 +64,16 @@ def test_an_evaluation_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Rewards(Callback):
-    """Rewards of 0, and of 0.5 from step 31 on; and evaluations, the second of which is worse."""
+    """Rewards of 0, and of 0.5 from step 31 on."""
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         record["reward"] = 0.5 * (record["step"] > 30)
 
-    def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
-        record["reward"] = 0.75 if trainer.step == 25 else 0.5
-        trainer.best = -0.75
-
 
 def test_a_reward_takes_the_place_of_the_loss_with_its_trend(capsys: pytest.CaptureFixture[str]) -> None:
-    held_out = [(torch.randn(4, 8), torch.randn(4, 1))]
-    trainer([Rewards(), Measures(), Display(5)], 50, evaluation=held_out, evaluate_every=25).fit()
+    found = iter((0.25, 0.75, 0.5))  # before training, and at two steps
+    settings = {"evaluation": lambda: {"reward": next(found)}, "evaluate_every": 25}
+    trainer([Rewards(), Measures(), Display(5)], 50, **settings).fit()
     output = lines(capsys)
     shown = {int(line.split()[1].split("/")[0]): line for line in output if line.startswith("step")}
     assert re.match(r"step 5/50  reward 0\.000  [\d,]+ tokens/s", shown[5])
@@ -84,6 +81,7 @@ def test_a_reward_takes_the_place_of_the_loss_with_its_trend(capsys: pytest.Capt
     assert "reward 0.500 ↑ 0.500" in shown[50]
     assert not any("loss" in line for line in output)
     assert [line for line in output if line.startswith("evaluation")] == [
+        "evaluation at step 0  reward 0.250  best so far",
         "evaluation at step 25  reward 0.750  best so far",
         "evaluation at step 50  reward 0.500",
     ]

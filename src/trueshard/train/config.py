@@ -290,7 +290,7 @@ class Config(Section):
                 raise ValueError(f"data.{key} goes with data.format = {words} only; remove it, or set that")
         if self.data.streaming and self.train.epochs is not None:
             raise ValueError("train.epochs needs the amount of data, which data.streaming does not know; set steps")
-        if self.data.streaming and self.evaluation is not None and self.evaluation.path is None:
+        if self.data.streaming and self.evaluation is not None and self.evaluation.holds_out:
             raise ValueError("evaluation.path is missing: nothing can be held out of data that is streamed; set it")
         return self
 
@@ -332,6 +332,8 @@ class Config(Section):
             )
         if self.data.format != "prompt":
             raise ValueError(f'[rl] needs prompts, and data.format is "{self.data.format}"; set it to "prompt"')
+        if self.evaluation is not None and self.evaluation.sets:
+            raise ValueError("evaluation.sets do not go with [rl], which evaluates one set; set evaluation.path")
         if self.data.streaming:
             raise ValueError("data.streaming does not go with [rl], which names its prompts by number; remove it")
         if self.reward is None:
@@ -363,9 +365,11 @@ class Config(Section):
         adapter = plain["adapter"] or dict.fromkeys(AdapterSection.model_fields)
         sections = {name: plain[name] for name in ("model", "tokenizer", "data", "preference")} | {"adapter": adapter}
         keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        held_out = plain["evaluation"] or {}
-        keys["evaluation.path"] = held_out.get("path")
-        keys["evaluation.fraction"] = held_out.get("fraction") if held_out and held_out["path"] is None else None
+        held_out = self.evaluation
+        keys["evaluation.path"] = held_out.path if held_out else None
+        keys["evaluation.fraction"] = held_out.fraction if held_out and held_out.holds_out else None
+        if held_out and held_out.sets:
+            keys["evaluation.sets"] = held_out.sets
         keys.pop("data.prefetch")
         keys["optimizer.class"] = plain["optimizer"]["class"]
         for name, left_out in {"rl": (), "rollout": _FREE_OF_ROLLOUT, "reward": ("processes", "seconds")}.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,6 +38,7 @@ from trueshard.sharding.tokens import token_mean
 from trueshard.text import logger
 from trueshard.train.callbacks import Callback
 from trueshard.train.data.loader import EndlessLoader
+from trueshard.train.evaluation import Evaluation, Measured
 from trueshard.train.losses import Loss, Mean
 from trueshard.train.reducing import over_ranks
 
@@ -67,12 +68,16 @@ class Trainer:
         steps: optimizer steps in the whole run.
         accumulate: microbatches of this rank in a step.
         scheduler: its ``step()`` is called after each step; that of ``ReduceLROnPlateau`` after each evaluation, with
-            the loss.
+            the loss (or what ``best`` names, negated if a greater one is better).
         scaler: a ``torch.amp.GradScaler``, for float16.
         max_grad_norm: gradients are scaled down to this norm; None: their norm is only measured.
-        evaluation: microbatches that are not trained on; ranks may have different numbers of them. Or a function that
-            returns a record with ``reward``, to be as high as can be.
+        evaluation: microbatches that are not trained on; ranks may have different numbers of them, or none. Or a
+            function that returns a record with ``reward``, to be as high as can be. Or a mapping of several by name:
+            the loss of ``{"maths": loader}`` is ``maths_loss``; a function's metrics keep their names.
         evaluate_every: steps between evaluations.
+        best: metric by which evaluations are compared, such as "maths_loss"; None: the loss, or the reward, of the
+            first. A checkpoint is saved at each step that is the best by it.
+        greater: True if a greater value of it is better; None: unless it is a loss or a perplexity.
         patience: stop after so many evaluations without a better one.
         checkpoints: where to save; training resumes from the newest one.
         checkpoint_every: steps between checkpoints. There is one at the end too, and when stopping.
@@ -102,8 +107,10 @@ class Trainer:
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = 1.0,
-        evaluation: Iterable[Any] | Callable[[], dict[str, float]] | None = None,
+        evaluation: Measured | Mapping[str, Measured] | None = None,
         evaluate_every: int | None = None,
+        best: str | None = None,
+        greater: bool | None = None,
         patience: int | None = None,
         checkpoints: Checkpoints | None = None,
         checkpoint_every: int | None = None,
@@ -124,7 +131,9 @@ class Trainer:
         self._unit = getattr(self.loss, "unit", "token")
         self.steps, self.accumulate, self.max_grad_norm = steps, accumulate, max_grad_norm
         self.scheduler, self.scaler = scheduler, scaler
-        self.evaluation, self.evaluate_every, self.patience = evaluation, evaluate_every, patience
+        self.evaluation = None if evaluation is None else Evaluation(evaluation, best, greater)
+        self.evaluate_every, self.patience = evaluate_every, patience
+        self._saves_best = patience is not None or best is not None
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.snapshots, self.snapshot_every = snapshots, snapshot_every
         self.skip_nonfinite, self.wants_stop, self.seed = skip_nonfinite, wants_stop, seed
@@ -152,7 +161,7 @@ class Trainer:
         """Tokens that the model has read, on all ranks."""
         self.skipped = 0
         self.best = math.inf
-        """Smallest loss of an evaluation, or greatest reward, negated."""
+        """Smallest loss of an evaluation; or the greatest of what is to be great, negated."""
         self.worse = 0
         """Evaluations since ``best``."""
         self.stopped = ""
@@ -177,20 +186,21 @@ class Trainer:
         self._lose_patience()
         self.model.train()
         self._tell("on_start")
-        if callable(self.evaluation) and self.step == 0:
+        if self.evaluation is not None and self.evaluation.is_function and self.step == 0:
             self.evaluate()  # what the model can do before
         try:
             while self.step < self.steps and not self.stopped:
-                record = self.take_step()
+                record, score = self.take_step(), math.nan
                 # No evaluation because of a stop: a resumed run is to be the same as one that never stopped.
                 if self.evaluation is not None and (self.step == self.steps or self._due(self.evaluate_every)):
-                    record |= {f"evaluation_{key}": value for key, value in self.evaluate().items()}
+                    found = self.evaluate()
+                    record |= {f"evaluation_{key}": value for key, value in found.items()}
+                    score = self.evaluation.score(found)
                 try:
                     self._tell("on_step", record)
                 except ReplicasDiffer as error:
                     self._step_back(error)
                     continue
-                score = record.get("evaluation_loss", -record.get("evaluation_reward", math.nan))
                 self._stall = self._keep(score)
                 self._stall += self._save_if_due(score)
             self._wait_for_checkpoint()
@@ -287,25 +297,18 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss over ``evaluation`` and, for tokens, its perplexity; or what the function returns.
+        """Return the metrics of ``evaluation``: mean loss and, for tokens, perplexity of each set, and of functions.
 
-        Collective; without side effect. A rank with fewer microbatches than others repeats its last one, which does not
-        count.
+        Collective; without side effect.
         """
         assert self.evaluation is not None
         training = self.model.training
         self.model.eval()
         devices = [self.device] if self.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
-            if callable(self.evaluation):
-                record = self.evaluation()
-            else:
-                total, count = self._sum_of_evaluation(iter(self.evaluation))
-                record = {"loss": total / count, "count": count}
+            record = self.evaluation.measure(self._part, self._unit, self.device)
         self.model.train(training)
-        if self._unit == "token" and "loss" in record:
-            record["perplexity"] = math.exp(min(record["loss"], 700.0))
-        score = record["loss"] if "loss" in record else -record["reward"]
+        score = self.evaluation.score(record)
         if self._by_metric():
             self.scheduler.step(score)
         self.worse = 0 if score < self.best else self.worse + 1
@@ -314,24 +317,10 @@ class Trainer:
         self._tell("on_evaluation", record)
         return record
 
-    def _sum_of_evaluation(self, batches: Iterator[Any]) -> list[float]:
-        """Return the sum of the loss and the number of its terms, over all ranks."""
-        loss, terms, batch = torch.zeros((), device=self.device, dtype=torch.float64), 0, None
-        while True:
-            fresh = next(batches, None)
-            batch = batch if fresh is None else fresh
-            more, empty = over_ranks([fresh is not None, batch is None], self.device)
-            if not more:
-                break
-            if empty:
-                raise ValueError("a rank has no microbatch of the evaluation at all; use more data, or fewer ranks")
-            part = self._summed(self.loss(self.model, self._local(batch)))
-            if fresh is not None and self._leads_tensor:
-                loss, terms = loss + part, terms + self._count([batch])
-        total, count = over_ranks([loss, terms], self.device)
-        if not count:
-            raise ValueError("the evaluation has no target; give it data that has")
-        return [total, count]
+    def _part(self, batch: Any) -> tuple[torch.Tensor, int]:
+        """Return this rank's part of a microbatch's summed loss, and of the number of its terms."""
+        loss = self._summed(self.loss(self.model, self._local(batch)))
+        return (loss, self._count([batch])) if self._leads_tensor else (torch.zeros_like(loss), 0)
 
     def _lose_patience(self) -> None:
         if self.patience is not None and self.worse >= self.patience:
@@ -342,15 +331,18 @@ class Trainer:
 
         Args:
             evaluation: loss of the evaluation at this step, for `Checkpoints(keep_best=..., metric="evaluation")`; NaN:
-                there was none.
+                there was none. Of what is to be great, negated; as it is, it is `metric="evaluation_NAME"`.
         """
         assert self.checkpoints is not None
         if self._saved_step == self.step:
             return 0.0
         began = time.perf_counter()
+        metrics = {"evaluation": evaluation}
+        if self.evaluation is not None:
+            metrics[f"evaluation_{self.evaluation.best}"] = self.evaluation.sign * evaluation
         self._saving = self.checkpoints.save(
             self.step,
-            metrics={"evaluation": evaluation},
+            metrics=metrics,
             model=self.model,
             optimizer=self.optimizer,
             trainer=self.state_dict(),
@@ -365,7 +357,7 @@ class Trainer:
     def _save_if_due(self, evaluation: float) -> float:
         """Begin a checkpoint if this step is to have one; return the seconds that training stood still. Collective."""
         last = self.step >= self.steps or bool(self.stopped)
-        best = self.patience is not None and evaluation == self.best
+        best = self._saves_best and evaluation == self.best
         is_due = self.checkpoints is not None and (last or best or self._due(self.checkpoint_every))
         return self.save(evaluation) if is_due else 0.0
 
@@ -426,13 +418,15 @@ class Trainer:
         callbacks: dict[str, list[Any]] = {}
         for callback in self.callbacks:
             callbacks.setdefault(type(callback).__name__, []).append(callback.state_dict())
-        counters = {key: getattr(self, key) for key in COUNTERS}
+        counters = {key: getattr(self, key) for key in COUNTERS} | {"best_of": self.evaluation and self.evaluation.best}
         return counters | {key: part.state_dict() for key, part in self._stateful()} | {"callbacks": callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         for key in COUNTERS:
             setattr(self, key, state[key])
+        if self.evaluation is not None and (state.get("best_of") or self.evaluation.best) != self.evaluation.best:
+            self.best, self.worse = math.inf, 0  # they were of another metric
         for key, part in self._stateful():
             if key in state:
                 part.load_state_dict(state[key])

@@ -71,19 +71,30 @@ class DataSection(Section):
     _one_place = one_of("data.path", "data.sources")
 
 
+SetName = Annotated[str, Field(pattern="^[A-Za-z0-9-]+$")]
+
+
 class EvaluationSection(Section):
     """The loss on samples that are not trained on. Left out, there is none."""
 
     path: Text | None = None
     """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
+    sets: dict[SetName, Text] = {}
+    """Paths of more sets, by name: the metrics of `maths` are `evaluation_maths_loss` … With them, samples are held out
+    of the data only if `fraction` is set."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the data that is held out, without `path`."""
     every: Annotated[int, Field(ge=1)] = 100
     """Steps between evaluations; there is one at the end too."""
     samples: Annotated[int, Field(ge=1)] | None = None
-    """Evaluate the first so many samples; left out, all."""
+    """Compute the loss of the first so many samples of each set; left out, of all."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop training after so many evaluations without a better one, and keep the best: `checkpoints/best`."""
+    best: Text | None = None
+    """Metric by which evaluations are compared, such as "maths_loss" or "f1": its best checkpoint is kept as
+    `checkpoints/best`. Left out: the loss, of the first set, or with `[rl]` the reward."""
+    greater: bool | None = None
+    """True if a greater `best` is better. Left out: yes, unless it is a loss or a perplexity."""
     answers: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -92,3 +103,14 @@ class EvaluationSection(Section):
     """Draw from the likeliest tokens that together have at least this probability; with `[rl]`."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Draw from so many likeliest tokens; 0: from all; with `[rl]`."""
+
+    @property
+    def paths(self) -> dict[str, tuple[str, str]]:
+        """Key and path of each set by name; "" for that of `path`."""
+        unnamed = {} if self.path is None else {"": ("evaluation.path", self.path)}
+        return unnamed | {name: (f"evaluation.sets.{name}", path) for name, path in self.sets.items()}
+
+    @property
+    def holds_out(self) -> bool:
+        """True if samples are held out of the data, as the set without a name."""
+        return self.path is None and (not self.sets or "fraction" in self.model_fields_set)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from trueshard.checkpoint.state import random_state, set_random_state
-from trueshard.errors import UserError, warn_user
+from trueshard.errors import warn_user
 from trueshard.train.data.batches import Batch, Collate, Item, Mixture, Sample, Samples, Stream, batched
 
 PATIENCE = 2.0
@@ -172,8 +172,7 @@ class Loader:
 
 class EvaluationLoader:
     """This rank's part of all samples (or of the first ``limit``), once and in order, in microbatches of up to
-    ``batch_size``. Ranks may have different numbers of them. Raises `UserError`, on every rank, for fewer samples
-    than ranks.
+    ``batch_size``. Ranks may have different numbers of them, or none.
     """
 
     def __init__(
@@ -191,12 +190,6 @@ class EvaluationLoader:
         count = len(samples) if limit is None else min(limit, len(samples))
         unit = batch_size if whole else 1
         units = -(-count // unit)
-        if units < ranks:
-            noun = f"microbatches of {unit} samples" if whole else "samples"
-            raise UserError(
-                f"[evaluation] has {units} {noun} for {ranks} ranks; raise evaluation.fraction or evaluation.samples, "
-                f"{'lower train.microbatch, ' if whole else ''}or use fewer ranks"
-            )
         self._samples, self._collate, self._batch_size, self._device = samples, collate, batch_size, device
         self._first, self._last = (min(count, place * units // ranks * unit) for place in (rank, rank + 1))
 

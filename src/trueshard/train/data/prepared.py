@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ from trueshard.train.data.batches import (
     StreamMixture,
 )
 from trueshard.train.data.building import build
-from trueshard.train.data.config import SourceSection
+from trueshard.train.data.config import EvaluationSection, SourceSection
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, damage_named, read_summary
 from trueshard.train.data.streams import SourceStream
 from trueshard.train.models.config import own_code
+
+Stored = Callable[[Path, str, int], list[StoredSamples]]
+"""Folder, part and number of sources → the samples of each."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Prepared:
     folder: Path  # `data` in the run's folder
     summary: Summary
     train: Samples | Stream
-    evaluation: Samples | None  # None without `[evaluation]`
+    evaluation: dict[str, Samples]  # sets by name, "" for that of the data or of `evaluation.path`
     collate: Collate  # makes batches of either
     tokenizer: Any  # with its chat template
     opening: str | None  # text that `[sample]` continues; None: nothing is sampled
@@ -65,12 +69,13 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
     folder, streaming, evaluation = config.run.folder / "data", config.data.streaming, config.evaluation
     summary, identity = read_summary(folder), _identity(config)
     is_kept = summary is not None and summary.identity == identity and frozen
-    sources, held_out, state = [], [], None
+    sources, held_out, state = [], dict[str, list[DataSource]](), None
     if not is_kept or streaming:
         sources = find(config.data)
-        held_out = [] if evaluation is None or evaluation.path is None else find(config.data, evaluation.path)
+        for name, (key, path) in evaluation.paths.items() if evaluation is not None else ():
+            held_out[name] = find(config.data, path, key)
         tokenizer_state = tokenizers.fingerprint(config.tokenizer, config.model)
-        state = hash_of([tokenizer_state, [source.fingerprint() for source in sources + held_out]])
+        state = hash_of([tokenizer_state, [source.fingerprint() for source in sum(held_out.values(), sources)]])
         is_kept |= summary is not None and (summary.identity, summary.fingerprint) == (identity, state)
     processor = tokenizers.load_processor(config.tokenizer, config.model) if config.images else None
     if not is_kept:
@@ -101,7 +106,12 @@ def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
 
 
 def _make(
-    config: Config, sources: list[DataSource], held_out: list[DataSource], state: str, processor: Any, folder: Path
+    config: Config,
+    sources: list[DataSource],
+    held_out: dict[str, list[DataSource]],
+    state: str,
+    processor: Any,
+    folder: Path,
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -123,16 +133,18 @@ def _make(
             (processor or tokenizer).save_pretrained(str(place))
     form = FORMATS[data.format](data, _length(config), tokenizer, processor)
     with contextlib.nullcontext() if data.format == "text" else form.template.bounded():
-        place = folder / "evaluation"
-        if held_out and read_summary(place) is None:
-            place.mkdir(exist_ok=True)
-            build(held_out, form, place, 0.0, state, {}).write(place)
+        for name, sources_of_set in held_out.items():
+            if read_summary(place := _place(folder, name)) is None:
+                place.mkdir(exist_ok=True)
+                build(sources_of_set, form, place, 0.0, state, {}).write(place)
         for source in sources if data.streaming else ():
             next(form.documents(source, folder), None)  # for its notes
         if data.streaming:
             summary = Summary(None, None, None, zlib.crc32(state.encode()), state, _identity(config))
         else:
-            fraction = config.evaluation.fraction if config.evaluation is not None and not held_out else 0.0
+            fraction = (
+                config.evaluation.fraction if config.evaluation is not None and config.evaluation.holds_out else 0.0
+            )
             summary = build(sources, form, folder, fraction, state, _identity(config))
     for note in form.notes():
         print(note, flush=True)
@@ -178,23 +190,35 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
                     "evaluation.fraction or train.sequence_length"
                 )
         train = Mixture(parts, [source.weight for source in sections])
-    evaluation = None
-    if section is not None:
-        place = folder if section.path is None else folder / "evaluation"
-        count, name = (len(data.sources) or 1, "evaluation") if section.path is None else (1, "train")
-        held_out = [part for part in stored(place, name, count) if len(part)]
-        if not held_out and section.path is None:
-            share = f"{section.fraction} of the data is less than one sequence"
-            raise UserError(f"evaluation.fraction: {share}; raise it, or set evaluation.path")
-        if not held_out:
-            share = f"{section.path} is less than one sequence of train.sequence_length = {length}"
-            raise UserError(f"evaluation.path: {share}; add to it")
-        evaluation = Mixture(held_out, [1.0] * len(held_out))
+    evaluation = {} if section is None else _evaluation(section, stored, len(data.sources) or 1, folder, length)
     summary = read_summary(folder)
     assert summary is not None
     form.conversational |= summary.conversational
     opening = form.opening(config.sample.prompt) if config.sample.tokens else None
     return Prepared(folder, summary, train, evaluation, form.collate, tokenizer, opening)
+
+
+def _place(folder: Path, name: str) -> Path:
+    """Return the folder of an evaluation set of that name."""
+    return folder / f"evaluation-{name}".removesuffix("-")
+
+
+def _evaluation(
+    section: EvaluationSection, stored: Stored, sources: int, folder: Path, length: int
+) -> dict[str, Samples]:
+    """Return the evaluation sets by name. Raises `UserError` if one holds no sequence."""
+    places = {"": (folder, "evaluation", sources)} if section.holds_out else {}
+    result = dict[str, Samples]()
+    for name, place in (places | {name: (_place(folder, name), "train", 1) for name in section.paths}).items():
+        parts = [part for part in stored(*place) if len(part)]
+        if not parts and name in places:
+            share = f"{section.fraction} of the data is less than one sequence"
+            raise UserError(f"evaluation.fraction: {share}; raise it, or set evaluation.path")
+        if not parts:
+            key, path = section.paths[name]
+            raise UserError(f"{key}: {path} is less than one sequence of train.sequence_length = {length}; add to it")
+        result[name] = Mixture(parts, [1.0] * len(parts))
+    return result
 
 
 def _length(config: Config) -> int:

@@ -162,10 +162,10 @@ class HubSource(DataSource):
         return hash_of([self.name, self.subset, self.split, self.revision])
 
 
-def find(section: DataSection, path: str | None = None) -> list[DataSource]:
-    """Return the sources of `[data]`, or with ``path`` that of `evaluation.path`; `UserError` if one is empty."""
+def find(section: DataSection, path: str | None = None, key: str = "data.path") -> list[DataSource]:
+    """Return the sources of `[data]`, or that of ``path``, the value of ``key``; `UserError` if one is empty."""
     if path or section.path:
-        return [_find(section, path or section.path or "", "evaluation.path" if path else "data.path", 1.0)]
+        return [_find(section, path or section.path or "", key, 1.0)]
     named = [(source, f"data.sources[{number}].path") for number, source in enumerate(section.sources)]
     return [_find(section, source.path, key, source.weight) for source, key in named]
 

@@ -88,13 +88,10 @@ class Display(Callback):
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
-            if "reward" in record:  # the trainer looks for the smallest of minus the rewards
-                loss, result = -record["reward"], f"reward {record['reward']:.3f}"
-            else:
-                loss, result = record["loss"], f"loss {record['loss']:.4f}"
-            best = "  best so far" if loss <= trainer.best else ""
-            perplexity = f"  perplexity {_short(record['perplexity'])}" if "perplexity" in record else ""
-            print(f"evaluation at step {trainer.step}  {result}{perplexity}{best}", flush=True)
+            is_best = trainer.evaluation is not None and trainer.evaluation.score(record) <= trainer.best
+            values = {"reward": record["reward"]} if "reward" in record else record
+            words = "  ".join(f"{key} {_figure(key, value)}" for key, value in values.items() if key[-5:] != "count")
+            print(f"evaluation at step {trainer.step}  {words}{'  best so far' * is_best}", flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._bar is not None:
@@ -181,10 +178,11 @@ def final_line(records: Sequence[dict[str, Any]], entropy: float | None = None, 
         return _final_reward(records)
     loss, count = final_mean(records)
     parts = [f"Loss {loss:.3f} nats a {unit}" + (f" (mean of the last {count} steps)" if count > 1 else "")]
-    if evaluated := [record for record in records if "evaluation_loss" in record]:
-        last = evaluated[-1]
-        perplexity = f", perplexity {_short(last['evaluation_perplexity'])}" if "evaluation_perplexity" in last else ""
-        parts.append(f"evaluation {last['evaluation_loss']:.3f}{perplexity}")
+    evaluated = [{key[11:]: record[key] for key in record if key.startswith("evaluation_")} for record in records]
+    if last := next(filter(None, reversed(evaluated)), None):
+        shown = {key: value for key, value in last.items() if key[-5:] != "count"}
+        words = [f"{key} {_short(value) if 'perplexity' in key else f'{value:.3f}'}" for key, value in shown.items()]
+        parts.append(f"evaluation {', '.join(words).removeprefix('loss ')}")
     if entropy is not None:
         parts.append(f"unigram entropy of the text {entropy:.3f}")
     return "; ".join(parts)
@@ -219,6 +217,10 @@ def _final_reward(records: Sequence[dict[str, Any]]) -> str:
         for record in shown
     ]
     return result + (f"; evaluation {', '.join(values)}" if values else "")
+
+
+def _figure(metric: str, value: float) -> str:
+    return _short(value) if metric.endswith("perplexity") else f"{value:.{3 if metric == 'reward' else 4}f}"
 
 
 def _short(value: float) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from trueshard.errors import UserError
 from trueshard.train.callbacks import Callback
 from trueshard.train.config import Config
-from trueshard.train.data.batches import Mixture
+from trueshard.train.data.batches import Mixture, Samples
 from trueshard.train.data.config import EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
@@ -81,14 +81,13 @@ def build_rollouts(
     )
     if config.evaluation is None:
         return rollouts, None
-    assert isinstance(data.evaluation, Mixture)
-    return rollouts, Evaluation(rollouts, data.evaluation, config.evaluation)
+    return rollouts, Evaluation(rollouts, data.evaluation[""], config.evaluation)
 
 
 class Evaluation:
     """The mean reward of answers to held-out prompts: a function for ``Trainer(evaluation=...)``."""
 
-    def __init__(self, rollouts: Rollouts, prompts: Mixture, section: EvaluationSection) -> None:
+    def __init__(self, rollouts: Rollouts, prompts: Samples, section: EvaluationSection) -> None:
         self._rollouts, self._prompts, self._section = rollouts, prompts, section
         sampling = rollouts.sampling
         # All evaluations draw the same random numbers, so that their differences are those of the weights.

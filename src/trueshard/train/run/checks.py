@@ -28,6 +28,7 @@ from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
+from trueshard.train.evaluation import is_greater_better
 from trueshard.train.metrics.trackers import trackers
 from trueshard.train.models.build import architecture, from_files, plain_settings, quiet_transformers
 from trueshard.train.optimizer import check_optimizer, check_schedule
@@ -160,13 +161,16 @@ def _check_batch(config: Config, ranks: int) -> None:
 
 
 def checkpoints_of(config: Config) -> trueshard.Checkpoints:
-    """Return the run's checkpoints: the newest `train.keep` stay, and the best one if there is a patience."""
-    has_best = config.evaluation is not None and config.evaluation.patience is not None
+    """Return the run's checkpoints: the newest `train.keep` stay, and the best one if a patience or `best` is set."""
+    section = config.evaluation
+    best, greater = (None, None) if section is None else (section.best, section.greater)
+    great = best is not None and (is_greater_better(best) if greater is None else greater)
     return trueshard.Checkpoints(
         config.run.folder / "checkpoints",
         keep_last=config.train.keep,
-        keep_best=1 if has_best else None,
-        metric="evaluation",
+        keep_best=1 if best is not None or (section is not None and section.patience is not None) else None,
+        metric="evaluation" if best is None else f"evaluation_{best}",
+        mode="max" if great else "min",
     )
 
 

@@ -251,6 +251,8 @@ def build_trainer(
         max_grad_norm=train.max_grad_norm,
         evaluation=evaluation,
         evaluate_every=config.evaluation.every if config.evaluation else None,
+        best=config.evaluation.best if config.evaluation else None,
+        greater=config.evaluation.greater if config.evaluation else None,
         patience=config.evaluation.patience if config.evaluation else None,
         checkpoints=checkpoints_of(config),
         checkpoint_every=train.checkpoint_every,
@@ -345,17 +347,15 @@ def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
 
 def _loaders(
     config: Config, data: Prepared, model: nn.Module, device: torch.device
-) -> tuple[Loader, EvaluationLoader | None]:
+) -> tuple[Loader, dict[str, EvaluationLoader] | None]:
     train, (rank, ranks) = config.train, sharded(model).axes.reader
     here: dict[str, Any] = {"rank": rank, "ranks": ranks, "device": device}
     loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
-    if config.evaluation is None or data.evaluation is None:
+    if config.evaluation is None:
         return loader, None
-    size = train.microbatch or max(1, train.batch_size // (ranks * train.accumulate))
-    limit = config.evaluation.samples
-    return loader, EvaluationLoader(
-        data.evaluation, data.collate, batch_size=size, limit=limit, whole=bool(train.exact), **here
-    )
+    here |= {"batch_size": train.microbatch or max(1, train.batch_size // (ranks * train.accumulate))}
+    here |= {"limit": config.evaluation.samples, "whole": bool(train.exact)}
+    return loader, {name: EvaluationLoader(part, data.collate, **here) for name, part in data.evaluation.items()}
 
 
 def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Callback]:
