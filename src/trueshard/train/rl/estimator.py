@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trueshard.errors import UserError
+from trueshard.train.own_code import Wrong, blamed, own
 from trueshard.train.rl.policy_losses import Values
 from trueshard.train.rl.ranks import on_first_rank
-from trueshard.train.rl.reward_functions import Wrong, explained, find
 
 
 class OwnEstimator:
@@ -20,10 +19,7 @@ class OwnEstimator:
 
     def __init__(self, words: str, samples: int) -> None:
         self._words = words
-        try:
-            self._call, self._folder = find(words)
-        except Wrong as error:
-            raise UserError(f"rl.advantage: {error}") from None
+        self._call = own("rl.advantage", words, "rewards", "lengths")
         spread = np.random.default_rng(0).normal(size=(3, samples))
         for rewards in (spread, spread[:1], np.ones((2, samples)), np.zeros((1, samples))):
             self._estimate(rewards, np.arange(1, rewards.size + 1).reshape(rewards.shape))
@@ -33,14 +29,12 @@ class OwnEstimator:
         return on_first_rank(lambda: self._estimate(rewards, lengths))
 
     def _estimate(self, rewards: Values, lengths: npt.NDArray[np.int64]) -> Values:
-        try:
-            with explained(self._folder), np.errstate(all="ignore"):
+        with blamed("rl.advantage", self._words):
+            with np.errstate(all="ignore"):
                 result = np.asarray(self._call(rewards.copy(), lengths.copy()), dtype=np.float64)
             if result.shape != rewards.shape:
                 raise Wrong(f"it returned shape {list(result.shape)} for rewards of shape {list(rewards.shape)}")
             if not np.isfinite(result).all():
                 row = int(np.argmin(np.isfinite(result).all(1)))
                 raise Wrong(f"it returned {result[row].tolist()} for the rewards {rewards[row].tolist()}")
-        except Wrong as error:
-            raise UserError(f"rl.advantage: {self._words}: {error}; correct it") from None
         return result

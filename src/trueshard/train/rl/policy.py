@@ -20,13 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trueshard.errors import UserError
 from trueshard.train.data.batches import IGNORED, Batch
 from trueshard.train.losses import CausalLoss, Forward, HeadRows, in_pieces, logits_of
+from trueshard.train.own_code import own
 from trueshard.train.rl.config import RLSection, RolloutSection
 from trueshard.train.rl.policy_losses import LIMIT, LOSSES, LossInputs, LossOutputs, token_ratio
 from trueshard.train.rl.ranks import on_every_rank
-from trueshard.train.rl.reward_functions import Wrong, find
 
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(log-probabilities, old ones, both [rows, length], advantages [rows, 1], mask [rows, length] of the targets) → loss
@@ -277,10 +276,7 @@ def policy_loss(rl: RLSection, rollout: RolloutSection, whole_logits: bool = Fal
     """Return the loss of the tables [rl] and [rollout]. Raises `UserError` for a function that cannot be had."""
     loss: str | Function = rl.loss
     if ":" in rl.loss:
-        try:
-            loss, _ = find(rl.loss)
-        except Wrong as error:
-            raise UserError(f"rl.loss: {error}") from None
+        loss = own("rl.loss", rl.loss, "logprobs", "old_logprobs", "advantages", "mask")
     return PolicyLoss(
         loss,
         clip=rl.clip,

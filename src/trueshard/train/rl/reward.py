@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError
+from trueshard.train.own_code import Wrong
 from trueshard.train.rl.config import RewardSection
-from trueshard.train.rl.reward_functions import LISTS, Function, Wrong, check_signature, form_of, rewards_of
+from trueshard.train.rl.reward_functions import LISTS, Function, check_signature, form_of, rewards_of
 from trueshard.train.rl.reward_processes import Message, Processes
 from trueshard.train.rl.samples import Asked, Name, Prompt, Sample, describe
 

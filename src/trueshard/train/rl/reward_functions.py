@@ -21,16 +21,13 @@ import importlib.util
 import inspect
 import json
 import math
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from trueshard.errors import with_kind
-from trueshard.text import nearest
+from trueshard.train.own_code import Wrong, find
 from trueshard.train.rl.samples import Sample
 
 Form = Literal["one", "list", "sequential", "batch", "trl", "verl", "verl_batch", "episode"]
@@ -54,14 +51,6 @@ _TOTAL: dict[Form, str] = {"sequential": "overall", "batch": "overall", "verl": 
 """Key of the reward in a dict that a function returned; "reward" in other forms."""
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
 """Marks of text in which LaTeX is set off already."""
-
-
-class Wrong(Exception):
-    """Mistake of a function, as half a sentence; ``at``: the input that it was made with, None for all."""
-
-    def __init__(self, text: str, at: int | None = None) -> None:
-        super().__init__(text)
-        self.at = at
 
 
 @dataclass(frozen=True)
@@ -110,17 +99,6 @@ class Function:
         return _taken(self.call, given) | self.arguments
 
 
-@contextlib.contextmanager
-def explained(folder: Path | None) -> Iterator[None]:
-    """Turn errors inside into a ``Wrong`` with the line of the user's code in ``folder``: "a.py:12: KeyError: 'a'"."""
-    try:
-        yield
-    except Wrong:
-        raise
-    except BaseException as error:
-        raise Wrong(_explanation(error, folder)) from error
-
-
 def _easy_input(record: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
     """Return what EasyR1's functions take: the record, and three keys of theirs."""
     truth = {"ground_truth": record["answer"]} if "answer" in record else {}
@@ -165,49 +143,6 @@ def load(words: str, arguments: dict[str, Any]) -> Function:
     form = form_of(call, words.rpartition(":")[2])
     check_signature(call, form, arguments, words)
     return Function(call, form, arguments, folder)
-
-
-def find(words: str, built_in: Sequence[str] = ()) -> tuple[Callable[..., Any], Path]:
-    """Return the function of "file.py:function" and its folder. Raises `Wrong`, which names ``built_in`` words too."""
-    path, _, name = words.rpartition(":")
-    if not path or not name:
-        or_word = f", or a word: {', '.join(built_in)}" if built_in else ""
-        raise Wrong(f'{words!r} names no function; write "file.py:function"{or_word}.{nearest(words, built_in)}')
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        near = nearest(file.name, [other.name for other in file.parent.glob("*.py")])
-        raise Wrong(f"there is no file {path!r}; correct the path.{near}")
-    try:
-        module = _module(file)
-    except BaseException as error:
-        raise Wrong(f"{words} cannot be imported: {_explanation(error, file.parent)}; correct it") from error
-    call = getattr(module, name, None)
-    if not callable(call):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
-        near = nearest(name, functions) or (f" It has {', '.join(functions)}." if functions else "")
-        raise Wrong(f"{file.name} has no function {name!r}; name one that it has.{near}")
-    return call, file.parent
-
-
-def _module(file: Path) -> ModuleType:
-    """Import a file once, with its folder on ``sys.path`` below the standard library and above installed packages.
-
-    So a reward in a "math.py" hides nothing, and modules beside it are found before others.
-    """
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(file):
-            return module
-    if str(file.parent) not in sys.path:
-        installed = (i for i, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
-        sys.path.insert(next(installed, len(sys.path)), str(file.parent))
-    is_taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
-    name = f"reward_{len(sys.modules)}_{file.stem}" if is_taken else file.stem
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file.name} is no Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def form_of(call: Callable[..., Any], name: str) -> Form:
@@ -338,12 +273,3 @@ def _short(value: Any) -> str:
         text = repr(value)
         return text if len(text) < 60 else f"{text[:57]}…"
     return f"a {type(value).__name__}"
-
-
-def _explanation(error: BaseException, folder: Path | None) -> str:
-    """Return an error in one line, after the user's line that it came from: "rewards.py:12: KeyError: 'a'"."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    last = next((frame for frame in reversed(frames) if Path(frame.filename).parent == folder), None)
-    return f"{Path(last.filename).name}:{last.lineno}: {with_kind(error)}" if last else with_kind(error)

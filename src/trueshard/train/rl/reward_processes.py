@@ -40,7 +40,8 @@ from typing import Any
 
 from trueshard.errors import UserError
 from trueshard.launching import end_with_parent, how, python_command
-from trueshard.train.rl.reward_functions import Function, Wrong, explained, load, messages_of, reward_of, rewards_of
+from trueshard.train.own_code import Wrong, explained
+from trueshard.train.rl.reward_functions import Function, load, messages_of, reward_of, rewards_of
 from trueshard.train.rl.samples import Sample
 
 Message = dict[str, Any]
