@@ -45,6 +45,8 @@ ENVIRONMENTS = {
         )
     ),
     "trackers": Added((("wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2"),)),
+    # Run by triton's interpreter, on processors.
+    "liger": Added((("--no-deps", "liger-kernel==0.8.5", "triton==3.9.0"),)),
     "peers": Added(
         (("--no-deps", "lightning==2.6.6", "parameterized==0.9.0", "jsonargparse==4.53.0", "cloudpickle==3.1.2"),)
     ),
@@ -69,6 +71,12 @@ def python_of(name: str) -> str:
     if not _is_made(place, ENVIRONMENTS[name]):
         pytest.skip(f"no environment with {name}: `make {name}` makes {place}")
     return str(place / "bin" / "python")
+
+
+def site_of(name: str) -> str:
+    """Return the folder of an environment's own packages; skip the test if there is none."""
+    (site,) = Path(python_of(name)).parents[1].glob("lib/python*/site-packages")
+    return str(site)
 
 
 def make(place: Path, added: Added, packages_below: str) -> Path:

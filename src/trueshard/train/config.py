@@ -371,6 +371,8 @@ class Config(Section):
         if held_out and held_out.sets:
             keys["evaluation.sets"] = held_out.sets
         keys.pop("data.prefetch")
+        if not self.train.exact:  # they round otherwise, and mean the same
+            del keys["model.attention"], keys["model.kernels"]
         keys["optimizer.class"] = plain["optimizer"]["class"]
         for name, left_out in {"rl": (), "rollout": _FREE_OF_ROLLOUT, "reward": ("processes", "seconds")}.items():
             section = plain[name] or {}

@@ -416,6 +416,7 @@ class ConfigSubject(Subject):
         self.max_norm = math.inf if limit is None else limit
 
     def plain(self) -> TrainingSetup:
+        from trueshard.train.models import kernels
         from trueshard.train.models.build import with_values
         from trueshard.train.models.parameters import copy_module
         from trueshard.train.run import session
@@ -425,6 +426,7 @@ class ConfigSubject(Subject):
         session.shard(type(config.shard)(), filled)
         session.fill(config, filled)
         model = with_values(config, self._settings)
+        kernels.install(config.model, model)
         copy_module(model, filled)
         del filled
         if torch.cuda.is_available():

@@ -126,6 +126,7 @@ def _make(
         texts_of = FORMATS[data.format].texts
         texts = (text for source in sources for record in source.records() for text in texts_of(data, record))
         tokenizer = tokenizers.train_tokenizer(texts, config.tokenizer.vocab_size, data.format)
+        tokenizers.with_tokens(config.tokenizer, tokenizer)
     if data.format != "text":
         tokenizers.set_chat_template(config.tokenizer, tokenizer, processor)
     if not goes_on:

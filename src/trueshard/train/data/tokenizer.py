@@ -56,6 +56,14 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
             f"{key}: the tokenizer in {path} does not tell where in the text a token stands, which data.format = "
             f'"{data_format}" needs; convert it to a tokenizer.json'
         )
+    return with_tokens(section, tokenizer)
+
+
+def with_tokens(section: TokenizerSection, tokenizer: Any) -> Any:
+    """Return the tokenizer, to which `tokenizer.add_tokens` are added."""
+    from transformers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in section.add_tokens or ()])
     return tokenizer
 
 
@@ -75,6 +83,7 @@ def load_processor(section: TokenizerSection, model: ModelSection) -> Any:
         processor = AutoProcessor.from_pretrained(str(path), **options)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise UserError(f"{key}: {path} has no processor of images (preprocessor_config.json); {remedy}")
+    with_tokens(section, processor.tokenizer)
     return processor
 
 

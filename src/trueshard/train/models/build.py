@@ -33,7 +33,7 @@ from trueshard.model.units import choose_units
 from trueshard.sharding.engine import sharded
 from trueshard.text import load_json, nearest
 from trueshard.train.config import Config
-from trueshard.train.models import adapters
+from trueshard.train.models import adapters, kernels, vocabulary
 from trueshard.train.models.config import AdapterSection, ModelSection, own_code
 from trueshard.train.models.parameters import copy_module, copy_tensor, freeze, give_memory, resting_device, seeded
 from trueshard.train.models.quantized import Quantization, QuantizedLinear, quantise_layers
@@ -60,6 +60,11 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     """
     section, key = config.model, _key_of(config.model)
     settings = _from_fields(config, vocab_size) if section.architecture else from_files(config)
+    rows = getattr(settings.get_text_config(), "vocab_size", vocab_size)
+    if rows < vocab_size <= rows + len(config.tokenizer.add_tokens or ()):
+        settings = vocabulary.with_rows(settings, vocab_size)
+    if section.rope_scaling is not None:
+        kernels.scale_positions(section.rope_scaling, settings)
     if image_token is not None:
         _set_image_token(section, settings, image_token)
     with explained(f"{key}: no model can be built from it", "correct its configuration"):
@@ -70,6 +75,9 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
             f"{key}: its vocabulary of {rows} is smaller than the tokenizer's {vocab_size}; "
             f"use the model's own tokenizer, or tokenizer.vocab_size = {rows}"
         )
+    if config.tokenizer.add_tokens:
+        vocabulary.check_trained(model)
+    kernels.attend(model.get_base_model() if config.adapter is not None else model, section.attention, here=False)
     return settings
 
 
@@ -78,9 +86,10 @@ def build(config: Config, settings: Any) -> nn.Module:
 
     With an adapter that starts from the weights ("pissa"), it is made whole on the CPU.
     """
-    if config.adapter is not None and adapters.needs_values(config.adapter):
-        return with_values(config, settings)
-    return empty(config, settings)
+    by_value = config.adapter is not None and adapters.needs_values(config.adapter)
+    result = with_values(config, settings) if by_value else empty(config, settings)
+    kernels.install(config.model, result)
+    return result
 
 
 def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | None:
@@ -91,6 +100,7 @@ def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | No
     if config.adapter is not None:
         return None
     result, runtime = empty(_with_model(config, freeze=[]), settings).requires_grad_(False).eval(), sharded(model)
+    kernels.install(config.model, result)
     trueshard.shard(result, plan=runtime.plan, mesh=runtime.mesh)
     fill(config, result)
     return result
@@ -120,11 +130,21 @@ def with_values(config: Config, settings: Any) -> nn.Module:
             for file in (file for file in files if file.suffix == ".json"):
                 for name in load_json(file.read_text(encoding="utf-8"))["weight_map"].values():
                     check_name(name, str(file))
-            more = options | {"config": settings, "dtype": dtype, "output_loading_info": True}
+            more = options | {"config": _as_in_files(config, settings), "dtype": dtype, "output_loading_info": True}
             base, found = auto.from_pretrained(str(path), **more)
         if lacking := sorted(found["missing_keys"]):
             raise UserError(f"model.path: {path} has no {lacking[0]!r} (and {len(lacking) - 1} more); fetch it again")
+        vocabulary.grow(base, _rows(settings), config.train.seed)
         return _changed(config, base.train())
+
+
+def _rows(settings: Any) -> int:
+    return int(settings.get_text_config().vocab_size)
+
+
+def _as_in_files(config: Config, settings: Any) -> Any:
+    """Return ``settings`` with the vocabulary of the files at `model.path`, which new tokens add to."""
+    return vocabulary.with_rows(settings, _rows(from_files(config))) if config.tokenizer.add_tokens else settings
 
 
 def _why_not_loaded(error: BaseException) -> str:
@@ -151,6 +171,8 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
 def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
     """Return a model quantised, adapted and frozen as configured."""
+    if config.model.attention in kernels.ANYWHERE:
+        kernels.attend(model, config.model.attention)
     if config.model.quantize != "none":
         _quantise(model, config.model.quantize, config.adapter, checking)
     if config.adapter is not None:
@@ -350,7 +372,8 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         if "more than reading bytes" in text:  # transformers can assemble it
             return False
         raise UserError(f"model.path: {text}") from error
-    if lacking := sorted({*result.missing, *result.mismatched} - adapters.added(root)):
+    grown = _read_grown(config, settings, root, base_keys) if config.tokenizer.add_tokens else set()
+    if lacking := sorted({*result.missing, *result.mismatched} - adapters.added(root) - grown):
         raise UserError(
             f"model.path: {path} has no {lacking[0]!r} of the model's shape (and {len(lacking) - 1} more); it holds "
             f"weights of another model.{nearest(lacking[0], result.unexpected)}"
@@ -359,6 +382,26 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         kind = _torch.own_class(root).__name__
         warn_user(f"{path} has {len(unused)} tensors that {kind} does not use, such as {unused[0]!r}")
     return True
+
+
+def _read_grown(config: Config, settings: Any, root: Any, base_keys: dict[str, str] | None) -> set[str]:
+    """Read and grow embedding and head, if the files have fewer rows; return their parameters' names.
+
+    By a twin of the model in the files that has these two alone, whole in host memory.
+    """
+    bare = _with_model(config.model_copy(update={"adapter": None}), quantize="none", freeze=[])
+    twin: Any = empty(bare, old := _as_in_files(config, settings))
+    if _rows(old) == _rows(settings):
+        return set()
+    vocabulary.keep_ends(twin)
+    twin.to_empty(device="cpu")
+    trueshard.load(config.model.place(), model=twin, strict=False, convert=True, rng=False, names=base_keys)
+    vocabulary.grow(twin, _rows(settings), config.train.seed)
+    ours = vocabulary.ends(root)
+    for target, source in zip(ours, vocabulary.ends(twin), strict=True):
+        copy_module(target, source)
+    held = {id(parameter) for module in ours for parameter in module.parameters()}
+    return {name for name, parameter in root.named_parameters(remove_duplicate=False) if id(parameter) in held}
 
 
 @torch.no_grad()

@@ -83,6 +83,13 @@ class ModelSection(Section):
     """Globs over parameters that are not trained, such as "vision_tower.*". One that matches none is an error."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """Store the frozen weights of linear layers in 8 or 4 bits, as QLoRA does; needs `[adapter]`."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = None
+    """Implementation of attention. Left out, transformers chooses: sdpa, where the model has it."""
+    kernels: Literal["liger"] | None = None
+    """Liger's kernels for norms, gated layers and rotary embeddings, on GPUs; the loss stays the run's own."""
+    rope_scaling: Annotated[dict[str, Any], Field(min_length=1)] | None = None
+    """Rotary positions beyond those that the model was trained on, as in a transformers configuration:
+    `{rope_type = "yarn", factor = 4.0}`; or "linear", "llama3", "longrope". The model then takes factor × as many."""
 
     _one_source = one_of("model.path", "model.config", "model.architecture")
 
@@ -137,5 +144,8 @@ class TokenizerSection(Section):
     """Train a byte-level BPE tokenizer of at most this many tokens on the data first (256 bytes, 1 end of text)."""
     chat_template: Text | None = None
     """A file with a Jinja chat template. Left out, the tokenizer's own, or ChatML where it has none."""
+    add_tokens: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Texts that become tokens, unless they are. Where the model lacks rows for them, its embedding and head grow; the
+    new rows begin as the mean of the others (transformers' `mean_resizing`)."""
 
     _at_most_one = one_of("tokenizer.path", "tokenizer.vocab_size", required=False)

@@ -30,6 +30,7 @@ from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.evaluation import is_greater_better
 from trueshard.train.metrics.trackers import trackers
+from trueshard.train.models import kernels
 from trueshard.train.models.build import architecture, from_files, plain_settings, quiet_transformers
 from trueshard.train.optimizer import check_optimizer, check_schedule
 from trueshard.train.run import resuming
@@ -75,6 +76,7 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
             raise UserError(f"run.dir: {place} is {'a' if '.' in name else 'no'} folder; remove it")
     config = resuming.resolved(config, ranks)
     settings, folder = check_settings(config, ranks), config.run.folder
+    kernels.check_here(config.model, settings)
     is_new = not (folder / "data").exists()
     saved = checkpoints_of(config).steps()
     begun = bool(saved)
@@ -119,16 +121,16 @@ def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
     _check_batch(config, ranks)
+    kernels.check_words(config)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     trackers(config.log.to)
     if config.model.architecture is None and not config.images:
         from_files(config)  # before the tokenizer, which transformers reads with it
     tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
-    vocab_size = config.tokenizer.vocab_size
+    vocab_size = (config.tokenizer.vocab_size or 0) + len(config.tokenizer.add_tokens or ())
     if tokenizer is not None:  # one may leave numbers out
         vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-    assert vocab_size is not None
     processor = load_processor(config.tokenizer, config.model) if config.images else None
     settings = architecture(config, vocab_size, getattr(processor, "image_token_id", None))
     limit = getattr(settings, "max_position_embeddings", None)

@@ -38,6 +38,7 @@ from trueshard.train.config import Config
 from trueshard.train.data.batches import Batch
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.losses import CausalLoss
+from trueshard.train.models import kernels
 from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import to_toml
@@ -124,7 +125,7 @@ def study(
             phases = rl_forecast.phases(config, result, stays, cost, copy, generation, hardware)
     except Exception as error:  # whatever a model or an optimizer raises under simulation
         return Unplanned(one_line(error))
-    assumptions = result.assumptions
+    assumptions = (*result.assumptions, *kernels.assumptions(config.model))
     if rl is not None:
         tokens = config.rollout.tokens
         # Preflight's is of the trainer's loss, which a policy does not have.

@@ -195,7 +195,9 @@ def _describe(ready: Ready, trainer: Trainer) -> str:
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     model = f"{count:,} parameters" + (f" ({trained:,} trained)" if trained != count else "")
     ranks = f"{trainer.ranks} {trainer.device.type} rank{'s' if trainer.ranks > 1 else ''}"
-    noun = FORMATS[form].noun
+    noun, added = FORMATS[form].noun, ready.config.tokenizer.add_tokens or ()
+    rows = [f"{text!r} is row {ready.data.tokenizer.convert_tokens_to_ids(text)}" for text in added]
+    ranks += f" ({', '.join(rows)} of the embedding)" if rows else ""
     if summary.documents is None:
         return f"{model} on {ranks}, a stream of {noun}"
     tokens = "" if summary.tokens is None else f"{summary.tokens:,} tokens of text in "
