@@ -949,3 +949,15 @@ def test_data_parallel_tells_that_it_runs(rank: int, world_size: int) -> None:
     nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert seen == [True, False]
+
+
+class Splitting(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.utils.data.get_worker_info() is not None
+        _torch.hide_worker()
+        yield torch.utils.data.get_worker_info() is not None
+
+
+def test_a_worker_can_be_hidden_from_a_stream() -> None:
+    loader = torch.utils.data.DataLoader(Splitting(), batch_size=None, num_workers=1)
+    assert list(loader) == [True, False]

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from trueshard.sharding.tokens import count_targets as count_targets
     from trueshard.sharding.tokens import token_mean as token_mean
     from trueshard.train.callbacks import Callback as Callback
+    from trueshard.train.own_loop import gather as gather
+    from trueshard.train.own_loop import loader as loader
+    from trueshard.train.own_loop import main_first as main_first
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
     from trueshard.verification import verify as verify
@@ -79,6 +82,7 @@ _MODULES = {
     "sharding.splitting": "split_sequence",
     "sharding.stages": "tie_over",
     "sharding.tokens": "TokenMean count_targets token_mean",
+    "train.own_loop": "gather loader main_first",
     "train.trainer": "Callback NonFiniteLoss Trainer",
     "verification": "verify",
     "verification.report": "Verified",

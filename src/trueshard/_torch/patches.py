@@ -47,6 +47,11 @@ def together(*undos: Undo) -> Undo:
     return stack.close
 
 
+def hide_worker() -> None:
+    """Let ``get_worker_info()`` return None in this process: a stream that asks splits itself. Only torch sets it."""
+    torch.utils.data._utils.worker._worker_info = None
+
+
 def call_after_zero_grad(function: Callable[[Any], None]) -> Undo:
     """Call ``function(self)`` after ``zero_grad`` of any optimizer or module, for which torch has no hook."""
 
