@@ -40,8 +40,9 @@ from trueshard.train.parse import fields, load_config
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "coming_from"
 RANKS = {"torchtitan.toml": 8, "deepspeed.json": 8, "composer.yaml": 8, "training_arguments.json": 8, "trl.yaml": 4}
+RANKS |= {"torchtune.yaml": 8}
 EXAMPLE_FILES = ["accelerate.yaml", "composer.yaml", "fsdp.env", "torchtitan.toml", "training_arguments.json"]
-EXAMPLE_FILES += ["deepspeed.json", "easyr1.yaml", "verl.yaml", "trl.yaml"]
+EXAMPLE_FILES += ["deepspeed.json", "easyr1.yaml", "verl.yaml", "trl.yaml", "torchtune.yaml"]
 KNOWN = {source.name: set(source.index) for source in FRAMEWORKS}
 RULES = {source.name: source.index for source in FRAMEWORKS}
 PLACEHOLDERS = {
@@ -217,7 +218,7 @@ AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config."), "hf": (
 """Keys with the rules of others, under whose name they are told."""
 
 
-QUICK = [each for each in FRAMEWORKS if each.name not in ("easyr1", "torchtitan", "verl")]
+QUICK = [each for each in FRAMEWORKS if each.name not in ("axolotl", "easyr1", "torchtitan", "torchtune", "verl")]
 """Those with fewer keys."""
 
 
@@ -227,7 +228,8 @@ def test_every_key_is_told_whatever_its_value(source: Framework, tmp_path: Path)
         if key.startswith(AS_ANOTHER.get(source.name, ("-",))):
             continue
         taken = 0
-        for value in VALUES:
+        is_section = any(other.startswith(f"{key}.") for other in KNOWN[source.name])
+        for value in (each for each in VALUES if not (is_section and isinstance(each, dict))):  # their keys are told
             try:
                 result = converted(tmp_path, source.name, {key: value}, base=False)
             except UserError:
@@ -258,7 +260,7 @@ def test_an_example_becomes_what_lies_beside_it(name: str, monkeypatch: pytest.M
 def test_an_example_is_accepted_once_what_it_asks_is_set(name: str, tmp_path: Path) -> None:
     functions = {"reward.function": ["rewards.py:right", "rewards.py:form"]} if name == "trl.yaml" else {}
     config = accepted(tmp_path, convert(EXAMPLES / name, ranks=RANKS.get(name)), **functions)
-    assert config.shard.mixed_precision == "bf16"
+    assert "bf16" in (config.shard.mixed_precision, {"bfloat16": "bf16"}.get(config.model.dtype))
 
 
 def test_the_torchtitan_example_says_the_right_thing(tmp_path: Path) -> None:

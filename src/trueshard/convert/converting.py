@@ -269,7 +269,11 @@ def _toml(draft: Draft, origin: str) -> str:
         head += [f"Yours to set, where a line ends in it: {', '.join(_in_order(draft.asked))}"]
     for what, status in (("Differs:", "near"), ("No equivalent:", "none")):
         if entries := [entry for entry in draft.in_order() if entry.status == status]:
-            head += ["", what, *(f"- {entry.key} = {shown(entry.value)}: {entry.note}" for entry in entries)]
+            head += [
+                "",
+                what,
+                *dict.fromkeys(f"- {entry.key} = {shown(entry.value)}: {entry.note}" for entry in entries),
+            ]
     lines = [f"# {line}".rstrip() for line in head]
     section = ""
     for key in _in_order([*draft.tree, *draft.asked]):

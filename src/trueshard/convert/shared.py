@@ -222,6 +222,26 @@ def deepspeed(draft: Draft) -> None:
     draft.ask("train.sequence_length", "1024", "tokens a sequence, as your script has it")
 
 
+# Data of several sources.
+
+
+def mix(
+    draft: Draft, key: str, sources: list[dict[str, Any]], lost: Set[str], formats: Set[str | None] = frozenset()
+) -> None:
+    """Set `data.path`, or `data.sources`, and `data.format` where sources have one and the same; name what is lost."""
+    if len(sources) == 1:
+        draft.put("data.path", sources[0]["path"], key)
+    elif sources:
+        draft.put("data.sources", sources, key)
+    if len(formats) > 1:
+        draft.tell(key, "none", "the sources of a run have one format: save them in one, and set data.format")
+    for word in formats if len(formats) == 1 else ():
+        if word is not None:
+            draft.put("data.format", word, key)
+    if lost:
+        draft.tell(key, "none", f"a source is a path and a weight: {', '.join(sorted(lost))} lost; save it as a file")
+
+
 # Batch sizes, which several keys decide together.
 
 NEEDS_RANKS = "which needs the number of ranks"

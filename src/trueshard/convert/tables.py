@@ -205,7 +205,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 FILES = tuple(
-    map(framework, ("accelerate", "torchtitan", "deepspeed", "composer", "huggingface", "easyr1", "verl", "trl"))
+    framework(name)
+    for name in (
+        *("accelerate", "torchtitan", "torchtune", "deepspeed", "composer", "huggingface"),
+        *("easyr1", "verl", "trl"),
+    )
 )
 ENVIRONMENT = framework("environment")
 FRAMEWORKS = (*FILES, ENVIRONMENT)

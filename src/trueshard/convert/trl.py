@@ -11,7 +11,7 @@ from typing import Any
 from trueshard.convert import reinforcement
 from trueshard.convert.engine import Draft, Wrong, boolean, checked, integer, number, numbers, positive, table, text
 from trueshard.convert.huggingface import evaluation
-from trueshard.convert.shared import NEEDS_RANKS, batch
+from trueshard.convert.shared import NEEDS_RANKS, batch, mix
 from trueshard.train.parse import toml_value
 
 EACH, ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -138,14 +138,9 @@ def mixture(draft: Draft, key: str, value: Any) -> None:
         weight = {"weight": number(source["fraction"])} if source.get("fraction") is not None else {}
         sources.append({"path": text(source.get("path")), **weight})
         lost |= set(source) - {"path", "fraction"}
+    mix(draft, key, sources, lost)
     if not sources:
         draft.tell(key, "always", "not given: dataset_name")
-    elif len(sources) == 1:
-        draft.put("data.path", sources[0]["path"], key)
-    else:
-        draft.put("data.sources", sources, key)
-    if lost:
-        draft.tell(key, "none", f"a source is a path and a weight: {', '.join(sorted(lost))} lost; save it as a file")
 
 
 def rewards(draft: Draft, key: str, value: Any) -> None:

@@ -167,6 +167,8 @@ def toml_value(value: Any) -> str:
         table = tomlkit.inline_table()
         table.update(value)
         return table.as_string()
+    if isinstance(value, list):  # tomlkit writes several tables as sections
+        return f"[{', '.join(map(toml_value, value))}]"
     return tomlkit.item(value).as_string()
 
 
