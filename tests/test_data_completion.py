@@ -202,3 +202,29 @@ def test_a_model_of_conversations_answers_when_training_ends(tmp_path: Path, ran
     assert given["config"]["data"]["format"] == "completion"
     (folder / "data.jsonl").unlink()  # what it trains on is kept
     assert "step 41/41" in running.run(folder, "--nproc", ranks, "--set", "train.steps=41")
+
+
+LABELLED = [{**TEXTS, "label": True}, {"prompt": "1 + 1 =", "completion": " 3", "label": False}]
+
+
+def test_labels_are_learnt_by_name_alone_and_only_the_good_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=naming("data.jsonl, line 1", "'label'", "KTO", 'data.format = "label"', "TRL")):
+        made(tmp_path, LABELLED)
+    data = made(tmp_path, LABELLED * 3, format="label", packing=False)
+    assert [corpora.learnt(data, data.train[n]["targets"]) for n in range(len(data))] == [" 2<|endoftext|>"] * 3
+    assert "3 of 6 records left out as their label is false" in capsys.readouterr().out
+    with pytest.raises(UserError, match=naming("line 1", "label is 'good'", "true or false")):
+        made(tmp_path / "run", [{**TEXTS, "label": "good"}], format="label")
+
+
+def test_files_of_several_formats_are_named_each(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, record in {"a": TEXTS, "b": {"messages": USER + SAID}, "c": TEXTS, "d": ALPACA}.items():
+        corpora.write_lines(tmp_path / "data" / f"{name}.jsonl", [record] * 2)
+    said = ("completion (", "a.jsonl, line 1", "chat (", "b.jsonl, line 1", "instruction (", "d.jsonl", "data.include")
+    with pytest.raises(UserError, match=naming(*said)):
+        located(corpora.config(tmp_path, {"path": str(tmp_path / "data")}))
+    given = {"path": str(tmp_path / "data"), "include": ["a.jsonl", "c.jsonl"]}
+    assert located(corpora.config(tmp_path, given)).data.format == "completion"

@@ -65,7 +65,7 @@ def test_batch_has_the_chosen_then_the_rejected(tmp_path: Path) -> None:
 def test_pair_without_an_answer_in_a_sequence_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"prompt": f"{n} why? " * 60 * n, "chosen": "yes", "rejected": "no"} for n in range(3)]
     assert len(preferences(tmp_path, records, length=32)) == 1
-    assert "2 left out" in capsys.readouterr().out
+    assert "2 of 3 records left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,11 @@ def test_wrong_pairs_are_named(tmp_path: Path, record: Any, parts: tuple[str, ..
         preferences(tmp_path, [record])
     assert str(error.value).startswith(f"{tmp_path / 'pairs.jsonl'}, line 1")
     assert [part for part in parts if part not in str(error.value)] == []
+
+
+def test_a_prompt_of_strings_is_the_words_that_both_begin_with(tmp_path: Path) -> None:
+    records = [{"chosen": "The sky is blue.", "rejected": "The sky is black, I think."}]
+    records.append({"chosen": "yes", "rejected": "yesterday"})
+    data = preferences(tmp_path, records)
+    assert said(data, data.train[0]) == [" blue.<|endoftext|>", " black, I think.<|endoftext|>"]
+    assert said(data, data.train[1])[0].endswith("<|endoftext|>")

@@ -158,9 +158,10 @@ STOPPED = """
 import os, signal, sys
 import corpora
 from pathlib import Path
-from trueshard.train.data import building, formats
+from trueshard.train.data import building
+from trueshard.train.data.formats import base
 building.SAVE_EVERY = 0.0
-formats.RECORDS_AT_ONCE, formats.CHARACTERS_AT_ONCE = 5, 2**17
+base.RECORDS_AT_ONCE, base.CHARACTERS_AT_ONCE = 5, 2**17
 root, stop, encoded = Path(sys.argv[1]), int(sys.argv[3]), 0
 def show(progress, tokens):
     global encoded

@@ -24,10 +24,11 @@ import corpora
 from messages import naming
 from resting import all_but
 from trueshard.errors import UserError
-from trueshard.train.data import cutting, formats, sources, streams
+from trueshard.train.data import cutting, sources, streams
 from trueshard.train.data.batches import IGNORED, Batch, Stream
 from trueshard.train.data.config import DataSection
-from trueshard.train.data.formats import FORMATS
+from trueshard.train.data.formats import FORMATS, base
+from trueshard.train.data.formats import text as text_format
 from trueshard.train.data.loader import Loader
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.sources import DataSource, HubSource, Place
@@ -110,8 +111,9 @@ def test_resume_skips_to_the_sample(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, groups and pieces of a few, so that little data has many of each."""
-    sizes = {streams: {"BLOCK": 5, "TOGETHER": 8}, formats: {"RECORDS_AT_ONCE": 3, "PIECE": 256}, sources: {"TABLE": 4}}
-    for module, values in (sizes | {cutting: {"PIECE": 256, "SEARCH": 128}}).items():
+    sizes: dict[Any, dict[str, int]] = {streams: {"BLOCK": 5, "TOGETHER": 8}, sources: {"TABLE": 4}}
+    sizes |= {base: {"RECORDS_AT_ONCE": 3}, text_format: {"PIECE": 256}, cutting: {"PIECE": 256, "SEARCH": 128}}
+    for module, values in sizes.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
 

@@ -283,7 +283,7 @@ class Config(Section):
             object.__setattr__(self, "shard", shard)
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
-        answers = ("chat", "completion", "instruction")
+        answers = ("chat", "completion", "instruction", "label")
         for key, formats in {"packing": answers, "answers_only": (*answers, "vision"), "images": ("prompt",)}.items():
             if key in self.data.model_fields_set and self.data.format in {*OWN_FORMATS} - {*formats} and not is_open:
                 words = " or ".join(f'"{name}"' for name in formats)

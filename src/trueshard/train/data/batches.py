@@ -70,6 +70,11 @@ class Document:
     counted: npt.NDArray[np.bool_]  # [tokens]: True for targets; the first has no effect, as nothing precedes it
     more: bool = False  # a piece of a document that goes on with the next one
 
+    def piece(self, start: int, length: int) -> Document:
+        """Return ``length`` inputs from a token on, with their targets, or as many as there are."""
+        cut = slice(start, start + length + 1)
+        return Document(self.ids[cut], self.counted[cut])
+
     def sample(self) -> dict[str, npt.NDArray[np.int64]]:
         """Return ``input_ids`` and ``targets``, [tokens - 1]."""
         ids = self.ids.astype(np.int64)
@@ -88,12 +93,6 @@ def all_targets(ids: Ids, more: bool = False) -> Document:
 def json_document(value: Any) -> Document:
     """Return a document of the bytes of a JSON value, with null in place of what JSON cannot hold."""
     return all_targets(np.frombuffer(json.dumps(value, default=lambda _: None).encode(), dtype=np.uint8))
-
-
-def truncate(documents: Documents, length: int) -> Documents:
-    """Cut the documents of a record to sequences of ``length`` inputs; return () if one has no target left."""
-    short = [Document(document.ids[: length + 1], document.counted[: length + 1]) for document in documents]
-    return tuple(short) if all(document.counted[1:].any() for document in short) else ()
 
 
 def sequence(tokens: Ids, start: int, length: int) -> dict[str, Ids]:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from trueshard.errors import UserError
 from trueshard.files import replace_text
-from trueshard.train.data.batches import Document, Documents, all_targets, pack, truncate
+from trueshard.train.data.batches import Document, Documents, all_targets, pack
 from trueshard.train.data.formats import Format
 from trueshard.train.data.loader import Prefetcher
 from trueshard.train.data.order import sequence_indices
@@ -36,7 +36,6 @@ from trueshard.train.data.sources import START, DataSource, Place, Record
 from trueshard.train.data.store import Summary
 
 HELD_OUT_SEED = 20_000
-TOO_LONG = "longer than train.sequence_length - rollout.tokens"
 SAVE_EVERY = 10.0
 """Seconds between two states on disk."""
 SHOW_EVERY = 30.0
@@ -56,8 +55,8 @@ def build(
 ) -> Summary:
     """Read all records, write their documents into a folder, and return its summary; go on from the state in it.
 
-    Documents longer than a sequence are cut at their end, and their number is printed. Raises `UserError` if a record
-    cannot be read, or a source has none with a target.
+    What is longer than a sequence is treated as `data.long` says, and its number is printed. Raises `UserError` if a
+    record cannot be read, or a source has none with a target.
     """
     making = _Making(folder, form, fraction)
     state, writer, progress = making.state, making.writer, _Progress(sources)
@@ -66,19 +65,16 @@ def build(
         making.write(source, number, progress)
         if writer.documents == documents and state["records"] > records and form.layout == "kept":
             raise UserError(
-                f"{source.key}: all prompts of {source.name} are {TOO_LONG} = {form.length} tokens; raise the former, "
-                "or lower the latter"
+                f"{source.key}: all prompts of {source.name} are longer than {form.limit} = {form.length} tokens; "
+                "raise the former, or lower the latter"
             )
         if writer.documents == documents:
-            raise UserError(f"{source.key}: {source.name} holds no record with anything to learn; give it some")
+            done = f" ({making.done()})" if state["done"] else ""
+            raise UserError(f"{source.key}: {source.name} holds no record with anything to learn{done}; give it some")
     ranges = making.end()
     progress.close()
-    left_out, total = state["left out"], state["records"]
-    if left_out and form.layout == "kept":
-        print(f"{left_out} of {total} prompts left out: {TOO_LONG} = {form.length} tokens", flush=True)
-    elif state["cut"] or left_out:
-        omitted = f", {left_out} left out as no answer is within that" if left_out else ""
-        print(f"{state['cut']} of {total} records cut at train.sequence_length = {form.length}{omitted}", flush=True)
+    if state["done"]:
+        print(making.done(), flush=True)
     has_tokens = form.vocabulary is not None
     return Summary(
         tokens=writer.tokens if has_tokens else None,
@@ -90,6 +86,8 @@ def build(
         dtype=writer.dtype,
         files=[list(source.files) for source in sources],
         ranges=[{"train": (begin, middle), "evaluation": (middle, end)} for begin, middle, end in ranges],
+        records=state["records"],
+        done=state["done"],
     )
 
 
@@ -97,13 +95,13 @@ class _Making:
     """A preparation: how far it has come, and its writers.
 
     ``state``: place of the last record of the current source that is written, and 1, or its beginning and 0; tokens,
-    documents and records up to the end of each source; counts of records; the states of the writers, and what a format
-    has noted.
+    documents and records up to the end of each source; the number of records; of what was done to some, their number
+    and the place of the first; the states of the writers, and what a format has noted.
     """
 
     def __init__(self, folder: Path, form: Format, fraction: float) -> None:
         self._form, self._folder, self._fraction, self._file = form, folder, fraction, folder / "progress.json"
-        self.state: dict[str, Any] = {"place": [START, 0], "ends": [(0, 0, 0)], "records": 0, "left out": 0, "cut": 0}
+        self.state: dict[str, Any] = {"place": [START, 0], "ends": [(0, 0, 0)], "records": 0, "done": {}}
         if self._file.is_file():
             self.state = json.loads(self._file.read_text(encoding="utf-8"))
         form.cuts = self.state.get("cuts")
@@ -151,17 +149,24 @@ class _Making:
         form, state = self._form, self.state
         kept, later = list[tuple[Document, Origin]](), list[tuple[Document, Origin]]()
         for record, encoded in group:
-            documents, origin = encoded, (number, record.file, record.line)
+            pieces, done = form.fitted(record, encoded)
+            origin = (number, record.file, record.line)
             state["records"] += not record.more
-            if form.cut:
-                documents = truncate(encoded, form.length)
-                state["cut"] += any(len(new.ids) < len(old.ids) for new, old in zip(documents, encoded, strict=False))
-            state["left out"] += not documents and form.layout != "joined"
+            if done:
+                state["done"].setdefault(done, [0, record.where])[0] += 1
             drawn = self._later is not None and _drawn(record, self._fraction)
-            (later if drawn else kept).extend((document, origin) for document in documents)
+            (later if drawn else kept).extend((document, origin) for documents in pieces for document in documents)
         self.writer.add(kept)
         if self._later is not None:
             self._later.add(later)
+
+    def done(self) -> str:
+        """Return how many records were cut or left out, and why, in a line."""
+        form, total = self._form, self.state["records"]
+        of = f" of {total} {form.noun if form.layout == 'kept' else 'records'}"
+        parts = [f"{count}{of} {word} (first: {place})" for word, (count, place) in self.state["done"].items()]
+        rest = (part.replace(of, "", 1) for part in parts[1:])
+        return f"{', '.join([*parts[:1], *rest])}; {form.limit} = {form.length} tokens"
 
     def _save(self) -> None:
         """Write the state, once what it speaks of is on disk."""
@@ -200,12 +205,13 @@ def _write_sequences(
     """Write the documents of each sequence; ``spans``: the documents of each source. Returns what ``end`` does."""
     members, sizes, bounds = list[Numbers](), list[Numbers](), [0]
     for first, last in spans:
-        records = (last - first) // writer.form.rows
-        drawn = np.sort(sequence_indices(HELD_OUT_SEED, 0, round(fraction * records), records))
-        for numbers in (np.setdiff1d(np.arange(records), drawn, assume_unique=True), drawn):
+        record = writer.records(first, last)
+        is_drawn = np.zeros(record[-1] + 1, dtype=np.bool_)
+        is_drawn[sequence_indices(HELD_OUT_SEED, 0, round(fraction * len(is_drawn)), len(is_drawn))] = True
+        for numbers in (first + np.flatnonzero(~is_drawn[record]), first + np.flatnonzero(is_drawn[record])):
             before = len(sizes)
             for low in range(0, len(numbers), PACKED_TOGETHER):
-                documents, counts = _sequences(first, numbers[low : low + PACKED_TOGETHER], writer)
+                documents, counts = _sequences(numbers[low : low + PACKED_TOGETHER], writer)
                 members.append(documents)
                 sizes.append(counts)
             bounds.append(bounds[-1] + sum(map(len, sizes[before:])))
@@ -216,13 +222,12 @@ def _write_sequences(
     return list(zip(bounds[:-1:2], bounds[1::2], bounds[2::2], strict=True))
 
 
-def _sequences(first: int, records: Numbers, writer: DocumentWriter) -> tuple[Numbers, Numbers]:
-    """Return the documents of the sequences of some records, and how many each has; ``first``: that of record 0."""
+def _sequences(documents: Numbers, writer: DocumentWriter) -> tuple[Numbers, Numbers]:
+    """Return the documents in the order of their sequences, and how many each has."""
     rows = writer.form.rows
-    documents = (first + records[:, None] * rows + np.arange(rows)).ravel()
     if writer.form.layout != "packed":
-        return documents, np.full(len(records), rows)
-    groups = pack((writer.lengths(documents) - 1).tolist(), writer.form.length)  # a record is one document
+        return documents, np.full(len(documents) // rows, rows)
+    groups = pack((writer.lengths(documents) - 1).tolist(), writer.form.length)
     return documents[np.concatenate(groups)], np.array([len(group) for group in groups])
 
 
@@ -239,7 +244,7 @@ class DocumentWriter:
         name, size = "records.bin" if form.vocabulary is None else "tokens.bin", np.dtype(self.dtype).itemsize
         self._out = _grown(folder / name, self.tokens * size)
         self._places = _grown(folder / "documents.bin", self.documents * 32)  # int64: source, file, line, end
-        self._masks = _grown(folder / "counted.bin", self.tokens) if form.cut else None
+        self._masks = _grown(folder / "counted.bin", self.tokens) if form.masked else None
 
     def state(self) -> dict[str, Any]:
         """Return the state, when everything before it is on disk."""
@@ -253,6 +258,15 @@ class DocumentWriter:
         """Return the number of tokens of some documents, int64 [documents], once they are complete."""
         ends = np.load(self.folder / "documents.npy", mmap_mode="r")[:, 3]
         return np.asarray(ends[documents] - np.where(documents > 0, ends[documents - 1], 0))
+
+    def records(self, first: int, last: int) -> Numbers:
+        """Return for each document of a range the number of its record, from 0: those of one have one origin."""
+        places = np.load(self.folder / "documents.npy", mmap_mode="r")
+        begins = np.ones(last - first, dtype=np.bool_)
+        begins[1:] = False
+        for column in range(3):
+            begins[1:] |= places[first + 1 : last, column] != places[first : last - 1, column]
+        return np.cumsum(begins) - 1
 
     def entropy(self) -> float:
         """Return the entropy of the targets, in nats."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from trueshard.train import plugins
 from trueshard.train.section import Section, Text, one_of
 
-OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction")
+OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction", "label")
 
 if TYPE_CHECKING:
     FormatName = str
@@ -39,8 +39,9 @@ class DataSection(Section):
     """text: documents. chat: `messages` of roles and contents. preference: `prompt`, `chosen` and `rejected`, for DPO.
     vision: `messages` with `images`. prompt: `prompt`, a string or messages, for `[rl]`; all keys go to the reward.
     completion: `prompt` and `completion`, strings or messages. instruction: `instruction`, `input` and `output`
-    (Alpaca). Or one that an installed package brings. Left out, the keys of the first record tell: text if `data.field`
-    is among them, or if they fit none."""
+    (Alpaca). label: as completion, and a `label`; those whose label is true are learnt. Or one that an installed
+    package brings. Left out, the keys of the first record of each file tell: text if `data.field` is among them, or if
+    they fit none."""
     path: Text | None = None
     """A folder, a file or a pattern ("data/*.jsonl") of text, JSONL, JSON, CSV, Parquet or WebDataset (.tar), here or
     at an address that fsspec reads ("s3://…"), a data set on the hub ("owner/name"), or "stdlib": the source of
@@ -59,10 +60,14 @@ class DataSection(Section):
     streaming: bool = False
     """Read during training instead of preparing all data first: nothing is copied to the disk."""
     packing: bool = True
-    """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction").
-    False: one, padded."""
+    """Several conversations share a sequence without seeing each other (formats "chat", "completion", "instruction",
+    "label"). False: one, padded."""
     answers_only: bool = True
     """Only tokens of the assistant, or the completion, count in the loss (also with format "vision")."""
+    long: Literal["cut", "drop", "split", "error"] | None = None
+    """Records that are longer than `train.sequence_length`. cut: at their end, and left out if no answer is before it.
+    drop: left out. split: into as many sequences as they fill, each without those before it. error: refused, by name.
+    Left out, "cut"; and "drop" with format "prompt", which has "error" besides. How many there are is printed."""
     images: bool = False
     """Every record has `images`, as with format "vision" (format "prompt")."""
     prefetch: Annotated[int, Field(ge=0)] = 2

@@ -149,7 +149,7 @@ def _make(
             summary = build(sources, form, folder, fraction, state, _identity(config))
     for note in form.notes():
         print(note, flush=True)
-    replace(summary, conversational=form.conversational).write(folder)
+    replace(summary, conversational=form.conversational, notes=form.notes()).write(folder)
 
 
 def _open(config: Config, folder: Path, sources: list[DataSource], processor: Any) -> Prepared:
@@ -230,6 +230,8 @@ def _length(config: Config) -> int:
 def _identity(config: Config) -> dict[str, Any]:
     settings = config.identity()
     kept = {key: value for key, value in settings.items() if key.startswith(("tokenizer.", "data.", "evaluation."))}
+    if kept["data.long"] is None:  # data that were made before there was this key are the same
+        del kept["data.long"]
     # Joined text is the same for every length of sequence.
     length = None if config.data.format == "text" else _length(config)
     return {**kept, "model": config.model.path or config.model.config, "train.sequence_length": length}

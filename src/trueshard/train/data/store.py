@@ -41,6 +41,9 @@ class Summary:
     files: list[list[str]] = field(default_factory=list)  # of each source
     # Half-open range of each source's "train" and "evaluation" parts: in sequences or, if documents are joined, tokens.
     ranges: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    records: int | None = None  # that were read
+    done: dict[str, tuple[int, str]] = field(default_factory=dict)  # to records → their number, place of the first
+    notes: list[str] = field(default_factory=list)  # what is wrong with targets
 
     def write(self, folder: Path) -> None:
         """Write `data.json`."""
@@ -76,7 +79,7 @@ class StoredSamples:
         self._count = max(0, last - first - 1) // form.length if self._joined else last - first
         name = "records.bin" if form.vocabulary is None else "tokens.bin"
         self._tokens: Ids = _mapped(folder / name, summary.dtype)
-        self._counted = _mapped(folder / "counted.bin", "bool") if form.cut else None
+        self._counted = _mapped(folder / "counted.bin", "bool") if form.masked else None
         self._places = _array(folder / "documents.npy", (-1, 4))
         ends = {"documents.npy": (self._places[-1, 3], len(self._tokens)), "data.json": (first, min(first, last))}
         if self._counted is not None:

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from trueshard.errors import UserError
-from trueshard.train.data.batches import Documents, Ids, Sample, batched, pack, sequence, span, truncate
-from trueshard.train.data.formats import Format, text_length
+from trueshard.train.data.batches import Documents, Ids, Sample, batched, pack, sequence, span
+from trueshard.train.data.formats.base import Format, text_length
 from trueshard.train.data.order import GOLDEN, sequence_indices
 from trueshard.train.data.sources import START, DataSource, Place, Record
 
 BLOCK, BLOCK_BYTES = 1024, 2**25
 """Samples that are shuffled together, and their bytes from which on they are no more."""
 TOGETHER = 512
-"""Documents that are packed together."""
+"""Records whose documents are packed together."""
 Placed = tuple[Sample, str, Place]
 """A sample, its origin, and where reading begins to make it again."""
 
@@ -92,30 +92,34 @@ class SourceStream:
         elif form.layout == "packed":
             yield from self._packed(start)
         else:
-            for record, documents in self._documents(start):
-                yield form.sample(documents), record.where, record.place()
+            skip = start.skip  # pieces of the first record
+            for record, pieces in self._documents(start):
+                for number, documents in enumerate(pieces[skip:], start=skip):
+                    yield form.sample(documents), record.where, record.place(number)
+                skip = 0
 
-    def _documents(self, start: Place) -> Iterator[tuple[Record, Documents]]:
-        """Iterate over the records that have documents, and these; of the records no more than their places."""
+    def _documents(self, start: Place) -> Iterator[tuple[Record, list[Documents]]]:
+        """Iterate over the records that have documents, and these, by sequence; of the records only their places."""
         groups = self._form.documents(self._source, Path(), start)  # these formats put no files beside them
         for record, encoded in (pair for group in groups for pair in group):
-            if documents := truncate(encoded, self._length) if self._form.cut else encoded:
-                yield record.of({}, record.begin), documents
+            if pieces := self._form.fitted(record, encoded)[0]:
+                yield record.of({}, record.begin), pieces
 
     def _packed(self, start: Place) -> Iterator[Placed]:
         skip = start.skip  # samples of the first group
-        for group in batched(self._documents(start), TOGETHER):
-            packs = pack([len(document.ids) - 1 for _, (document,) in group], self._length)
+        for records in batched(self._documents(start), TOGETHER):
+            group = [(record, document) for record, pieces in records for (document,) in pieces]
+            packs = pack([len(document.ids) - 1 for _, document in group], self._length)
             for number, members in enumerate(packs[skip:], start=skip):
-                documents = tuple(group[member][1][0] for member in members)
+                documents = tuple(group[member][1] for member in members)
                 where = span([group[member][0].where for member in members])
-                yield self._form.sample(documents), where, group[0][0].place(number)
+                yield self._form.sample(documents), where, records[0][0].place(number)
             skip = 0
 
     def _joined(self, start: Place) -> Iterator[Placed]:
         parts, total, at = list[Ids](), 0, start.skip  # tokens that wait, their number, and those before the sample
         records, firsts = list[Record](), list[int]()  # of the tokens that wait, and the first token of each
-        for record, (document,) in self._documents(start):
+        for record, ((document,),) in self._documents(start):
             records.append(record)
             firsts.append(total)
             parts.append(document.ids)
