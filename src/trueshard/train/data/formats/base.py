@@ -1,4 +1,4 @@
-"""What a format is: how records become documents, documents sequences, and these samples and batches."""
+"""The protocol of a format: how records become documents, documents sequences, and these samples and batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHARACTERS_AT_ONCE = 16 * PIECE
 """Characters in them from which on they are no more: the tokens of a character take some 100 bytes meanwhile."""
 CUT, SPLIT, LONG = "cut at the end", "split", "left out as longer"
 UNLEARNT = "left out as no answer is within that"
-"""What may be done to a record that is longer than a sequence."""
+"""Words for what is done to a record that is longer than a sequence."""
 
 
 class Format:
