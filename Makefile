@@ -14,7 +14,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -
 # Compiled modules are kept, whatever the environment says: each process of the tests would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-short test-rest test-all lint format bench docs tables ray verl vllm liger trackers versions cuda cuda-build gpu peers clean
+.PHONY: demo test test-short test-rest test-all lint format bench docs tables ray verl vllm liger gguf trackers versions cuda cuda-build gpu peers clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -59,7 +59,8 @@ tables: $(READY)
 ray verl: TESTS = tests/test_integrations_$@.py
 vllm: TESTS = tests/test_rl_vllm_server.py
 liger: TESTS = tests/test_train_kernels.py
-ray verl vllm liger: $(READY)
+gguf: TESTS = tests/test_export_push.py
+ray verl vllm liger gguf: $(READY)
 	$(BIN)/python tests/added_environment.py $@
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rest $(TESTS)
 

@@ -47,6 +47,8 @@ ENVIRONMENTS = {
     "trackers": Added((("wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2"),)),
     # Run by triton's interpreter, on processors.
     "liger": Added((("--no-deps", "liger-kernel==0.8.5", "triton==3.9.0"),)),
+    # What llama.cpp's converter imports beside torch and transformers.
+    "gguf": Added((("--no-deps", "gguf==0.19.0", "sentencepiece==0.2.3", "protobuf==7.36.2"),)),
     "peers": Added(
         (("--no-deps", "lightning==2.6.6", "parameterized==0.9.0", "jsonargparse==4.53.0", "cloudpickle==3.1.2"),)
     ),

@@ -21,6 +21,7 @@ from rl_serving import answers, change, made, requests, tiny, with_adapter
 from test_rl_rollouts import model_of, records, reward, run, tokenizer
 from trueshard.errors import UserError
 from trueshard.train.data.config import EvaluationSection
+from trueshard.train.rl.config import RolloutSection
 from trueshard.train.rl.run import Evaluation
 from trueshard.train.rl.samples import Request, Sampling
 from trueshard.train.rl.vllm import VLLMEngine
@@ -220,6 +221,58 @@ def test_an_adapter_is_merged_for_a_server_that_takes_none(tmp_path: Path, serve
     assert not server.adapters
     assert len(server.loaded) == 2
     engine.close()
+
+
+def test_what_is_sent_is_what_was_asked_for(tmp_path: Path, server: FakeVLLM) -> None:
+    with pytest.raises(UserError, match=r"rollout\.send.*--enable-lora"):
+        made(str(tmp_path), server.url, with_adapter, send="adapter")
+    server.config["lora_config"] = {"max_lora_rank": 8}
+    _, engine = made(str(tmp_path), server.url, with_adapter, send="merged")
+    engine.update(0)
+    assert engine.mismatch < 1e-5
+    assert (len(server.loaded), server.adapters) == (1, {})
+    engine.close()
+    with pytest.raises(ValueError, match=r"rollout\.send.*rollout\.url"):
+        RolloutSection(send="adapter")
+
+
+def bf16_adapter() -> tuple[Any, Any]:
+    """An adapter in float32 over a base in bfloat16, after a small step."""
+    model, tokens = with_adapter()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+        elif "lora_B" in name:
+            parameter.data.mul_(1e-4)
+    return model, tokens
+
+
+@pytest.mark.rest
+def test_a_merged_copy_in_16_bits_loses_what_an_adapter_keeps(tmp_path: Path, server: FakeVLLM) -> None:
+    """The tensors that a server is sent, both ways, against what the trainer has."""
+    base, name = tiny()[0].bfloat16(), "model.layers.0.self_attn.q_proj"
+    base.save_pretrained(tmp_path / "base")
+    tiny()[1].save_pretrained(tmp_path / "base")
+    server.load(str(tmp_path / "base"))
+    server.config["lora_config"] = {"max_lora_rank": 8}
+    start = base.get_submodule(name).weight.float()
+    off = {}
+    for way in ("merged", "adapter"):
+        model, engine = made(str(tmp_path / way), server.url, bf16_adapter, send=way)
+        tensors = dict(pair for unit in trueshard.weights(model, dtype="float32") for pair in zip(*unit, strict=True))
+        exact = tensors[f"{name}.weight"]
+        engine.update(0)
+        if way == "merged":
+            weight = server.model.get_submodule(name).weight.float()
+        else:
+            (served,) = server.adapters.values()
+            layer = served.get_submodule(f"base_model.model.{name}")
+            weight = layer.base_layer.weight.float() + layer.get_delta_weight(served.active_adapter).float()
+        off[way] = float((weight - exact).abs().mean() / (exact - start).abs().mean())
+        server.load(str(tmp_path / "base"))
+        engine.close()
+    assert off["merged"] > 0.5, "of the update itself"
+    assert off["adapter"] < 0.01
 
 
 def test_a_run_on_a_server_trains_on_its_answers(ranks2: Ranks, tmp_path: Path, server: FakeVLLM) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import trueshard
 from parity import Pool, Ranks
 from rl_serving import answers, change, made, requests, tiny, with_adapter
 from trueshard.errors import UserError
 from trueshard.train.rl.samples import Request, Sampling
+from trueshard.train.rl.vllm_server import Server
 from vllm_process import serving
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(900)]
@@ -49,6 +52,29 @@ def test_an_adapter_alone(url: str, tmp_path: Path) -> None:
     assert engine.mismatch < 1e-5
     assert [each.logprobs for each in engine.generate(requests(2), Sampling())] != [each.logprobs for each in first]
     engine.close()
+
+
+def saved(rank: int, world_size: int, path: str) -> None:
+    """A checkpoint with an optimizer, after a step; of the tiny model."""
+    model, tokenizer = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trueshard.shard(model, optimizer)
+    ids = torch.arange(20).view(2, 10)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    trueshard.Checkpoints(path).save(1, model=model, optimizer=optimizer, tokenizer=tokenizer)
+
+
+def test_a_checkpoint_is_served_as_it_is(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(saved, str(tmp_path / "checkpoints"))
+    latest = tmp_path / "checkpoints" / "latest"
+    assert (latest / "optimizer.safetensors").is_file()
+    model, ids = AutoModelForCausalLM.from_pretrained(latest), list(range(5, 25))
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    with serving(latest, tmp_path / "log", "--dtype", "float32", "--max-model-len", "64") as address:
+        found = Server(address, LIMIT, 280).prompt_logprobs(ids, None)
+    assert found == pytest.approx([logprobs[place, token].item() for place, token in enumerate(ids[1:])], abs=1e-5)
 
 
 def test_seeds_and_weights(url: str, alone: Ranks, pool: Pool, tmp_path: Path) -> None:

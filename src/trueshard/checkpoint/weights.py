@@ -75,7 +75,7 @@ def weights(
     held, _ = state.model_tensors(root)
     with torch.no_grad():  # PEFT may call a prompt's encoder, which is a pass
         name_of = _names(root, list(held), alone=adapters == "alone")
-    merging = Merging(runtime) if adapters == "merged" else None
+    merging = Merging(runtime, converted_to) if adapters == "merged" else None
     output_name = {id(part.tensor): name_of[name] for name, part in held.items() if name in name_of}
 
     def members(places_of: Iterable[list[Place]]) -> list[_Member]:
@@ -194,7 +194,9 @@ class _Layers:
 class Merging:
     """Merges the active adapters of PEFT into the layers around them, as their parameters are gathered."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        """Dtype of what is merged; None: that of the parameter, which rounds small updates away in 16 bits."""
         self.layers_at: dict[Place, tuple[_Layers, Place]] = {}
         """Place in the model → the layers that it belongs to, and the place in their copies."""
         layers = _adapted_layers(runtime.root)
@@ -230,7 +232,7 @@ class Merging:
             for _, (twin, attribute) in copies:
                 _torch.own_parameters(twin)[attribute] = parameter
             group, place = copies[0]
-            group.gathered.append((member, place, value.dtype))
+            group.gathered.append((member, place, self._dtype or value.dtype))
             group.missing.discard(member.places[0])
             if not group.missing:
                 result += group.merge()

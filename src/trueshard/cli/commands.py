@@ -300,10 +300,21 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert to it, such as bfloat16.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Which, of a checkpoint of several.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", help="Which, of a model with several.")] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Add a model card, and upload it to the hub.", metavar="OWNER/NAME")
+    ] = None,
+    send: Annotated[bool, typer.Option("--send/--no-send", help="Without, --push only makes OUT ready.")] = True,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository of --push private.")] = False,
 ) -> None:
     """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
     with refused():
+        if push is not None:
+            from trueshard.train.run.publishing import check_name, publish
+
+            check_name(push, to)
         print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))  # type: ignore[arg-type]
+        if push is not None:
+            print(publish(Path(out), checkpoint, push, to, send=send, private=private))
 
 
 def run(arguments: Sequence[str]) -> int:

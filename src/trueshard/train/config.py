@@ -235,7 +235,7 @@ class SampleSection(Section):
     """0 always takes the likeliest token."""
 
 
-_FREE_OF_ROLLOUT = ("copy", "url", "sync", "timeout")
+_FREE_OF_ROLLOUT = ("copy", "url", "sync", "send", "timeout")
 """Keys of [rollout] that may change on resume."""
 
 
@@ -344,6 +344,8 @@ class Config(Section):
                 f"train.batch_size: {train.batch_size} answers are no whole number of groups of rl.samples = "
                 f"{rl.samples}; use a multiple, such as {below}"
             )
+        if self.rollout.send == "adapter" and self.adapter is None:
+            raise ValueError('rollout.send = "adapter", and there is no [adapter]; add one, or remove it')
         if self.rollout.continuous and self.images:
             raise ValueError("rollout.continuous goes with prompts of text only, and data.images is true; remove it")
         if self.rollout.tokens >= train.sequence_length:

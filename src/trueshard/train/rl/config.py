@@ -126,6 +126,9 @@ class RolloutSection(Section):
     sync: Literal["directory", "nccl"] = "directory"
     """The way of new weights to "vllm". directory: files below `run.dir`, which the server must see. nccl: from GPU
     to GPU."""
+    send: Literal["auto", "adapter", "merged"] = "auto"
+    """Weights that "vllm" gets of a model with an adapter: the adapter alone, or both as one model, rounded to the
+    dtype in which it computes; in 16 bits that loses small updates. auto: the adapter, if the server takes any."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds for an answer of the server, or for new weights."""
     correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
@@ -150,6 +153,10 @@ class RolloutSection(Section):
             servers = " or ".join(f'"{name}"' for name, kind in ENGINES.items() if kind.is_server)
             raise ValueError(
                 f"rollout.url goes with rollout.engine = {servers}, and that needs it; set both, or neither"
+            )
+        if self.send == "adapter" and (self.sync != "directory" or not self.on_server):
+            raise ValueError(
+                'rollout.send = "adapter" goes by files to a server; remove it, or set rollout.url and sync'
             )
         if self.continuous and self.engine != "transformers":
             raise ValueError('rollout.continuous goes with rollout.engine = "transformers" only; remove it')

@@ -183,7 +183,7 @@ class VLLMEngine:
 
 
 def _check_server(section: RolloutSection, server: Server) -> bool:
-    """Return True if the server takes adapters. Raises `UserError` if it cannot be used as ``section`` says."""
+    """Return True if the server gets adapters alone. Raises `UserError` if it cannot be used as ``section`` says."""
     content = server.ask("/server_info?config_format=json")
     config = entry(content, "vllm_config")
     if not isinstance(config, dict):
@@ -200,7 +200,12 @@ def _check_server(section: RolloutSection, server: Server) -> bool:
             '\'{"backend": "nccl"}\', or use "directory"'
         )
     takes_adapters = entry(content, "vllm_env", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
-    return bool(config.get("lora_config") and takes_adapters)
+    if section.send == "adapter" and not (config.get("lora_config") and takes_adapters):
+        raise UserError(
+            'rollout.send = "adapter": the server takes none; start it with --enable-lora, and '
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 before it"
+        )
+    return bool(config.get("lora_config") and takes_adapters) and section.send != "merged"
 
 
 # The ways of new weights
