@@ -88,7 +88,7 @@ def test_the_card_says_what_the_run_wrote(folder: Path, tmp_path: Path) -> None:
 
 def test_secrets_of_a_configuration_stay_here() -> None:
     given = {"reward": {"arguments": {"api_key": "sk-1", "tokens": 3}}, "rollout": {"url": "http://me:pw@host:1"}}
-    kept = publishing._without_places(given)
+    kept = publishing._public(given)
     assert "sk-1" not in json.dumps(kept)
     assert kept["reward"]["arguments"]["tokens"] == 3
     assert kept["rollout"]["url"] == "http://host:1"
@@ -100,7 +100,7 @@ def test_secrets_of_a_configuration_stay_here() -> None:
 )
 def test_what_cannot_be_there_is_refused_before_the_export(name: str, form: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        publishing.check_name(name, form)
+        publishing.check_push(name, form)
 
 
 @pytest.mark.rest

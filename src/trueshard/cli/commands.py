@@ -309,9 +309,9 @@ def export(
     """Write a checkpoint in another form: a Hugging Face directory, one file, a PEFT adapter, DCP."""
     with refused():
         if push is not None:
-            from trueshard.train.run.publishing import check_name, publish
+            from trueshard.train.run.publishing import check_push, publish
 
-            check_name(push, to)
+            check_push(push, to)
         print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))  # type: ignore[arg-type]
         if push is not None:
             print(publish(Path(out), checkpoint, push, to, send=send, private=private))

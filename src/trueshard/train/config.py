@@ -17,7 +17,7 @@ from trueshard.axes import OPTIONS, ranks_along, sizes_of
 from trueshard.options import EXPONENTS, GradientSumsWord
 from trueshard.train import plugins
 from trueshard.train.data.config import OWN_FORMATS, DataSection, EvaluationSection
-from trueshard.train.models.config import AdapterSection, ModelSection, TokenizerSection
+from trueshard.train.models.config import ANYWHERE, FLASH, AdapterSection, ModelSection, TokenizerSection
 from trueshard.train.rl.config import RewardSection, RLSection, RolloutSection
 from trueshard.train.section import Fraction, Section, Text, one_of
 from trueshard.train.shard_section import ShardSection
@@ -272,6 +272,7 @@ class Config(Section):
             raise ValueError('[preference] goes with data.format = "preference" only; remove it, or set that')
         if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
+        self._kernels()
         self._reinforcement()
         if self.train.exact:
             self._exactly()
@@ -293,6 +294,16 @@ class Config(Section):
         if self.data.streaming and self.evaluation is not None and self.evaluation.holds_out:
             raise ValueError("evaluation.path is missing: nothing can be held out of data that is streamed; set it")
         return self
+
+    def _kernels(self) -> None:
+        """Raise ValueError if settings do not go with attention and kernels of the model."""
+        model, word = self.model, f'model.attention = "{self.model.attention}"'
+        if model.attention in FLASH and model.dtype == "float32" and self.shard.options().mixed_precision is None:
+            raise ValueError(f'{word} computes in 16 bits, not float32; set shard.mixed_precision = "bf16"')
+        if model.attention not in ANYWHERE and self.train.exact:
+            raise ValueError(f'{word} may add up gradients in any order, which train.exact must not; use "sdpa"')
+        if model.kernels and (axes := [axis for axis in OPTIONS if ranks_along(self.shard, axis) != 1]):
+            raise ValueError(f"model.kernels does not go with shard.{axes[0]}, whose ranks share layers; remove one")
 
     def _exactly(self) -> None:
         """Set `shard.exact`; raise ValueError if a run of these settings cannot be exact."""

@@ -34,7 +34,7 @@ from trueshard.sharding.engine import sharded
 from trueshard.text import load_json, nearest
 from trueshard.train.config import Config
 from trueshard.train.models import adapters, kernels, vocabulary
-from trueshard.train.models.config import AdapterSection, ModelSection, own_code
+from trueshard.train.models.config import ANYWHERE, AdapterSection, ModelSection, own_code
 from trueshard.train.models.parameters import copy_module, copy_tensor, freeze, give_memory, resting_device, seeded
 from trueshard.train.models.quantized import Quantization, QuantizedLinear, quantise_layers
 
@@ -77,7 +77,7 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
         )
     if config.tokenizer.add_tokens:
         vocabulary.check_trained(model)
-    kernels.attend(model.get_base_model() if config.adapter is not None else model, section.attention, here=False)
+    kernels.attend(model, section.attention, here=False)
     return settings
 
 
@@ -134,17 +134,15 @@ def with_values(config: Config, settings: Any) -> nn.Module:
             base, found = auto.from_pretrained(str(path), **more)
         if lacking := sorted(found["missing_keys"]):
             raise UserError(f"model.path: {path} has no {lacking[0]!r} (and {len(lacking) - 1} more); fetch it again")
-        vocabulary.grow(base, _rows(settings), config.train.seed)
+        vocabulary.grow(base, settings, config.train.seed)
         return _changed(config, base.train())
-
-
-def _rows(settings: Any) -> int:
-    return int(settings.get_text_config().vocab_size)
 
 
 def _as_in_files(config: Config, settings: Any) -> Any:
     """Return ``settings`` with the vocabulary of the files at `model.path`, which new tokens add to."""
-    return vocabulary.with_rows(settings, _rows(from_files(config))) if config.tokenizer.add_tokens else settings
+    if not config.tokenizer.add_tokens:
+        return settings
+    return vocabulary.with_rows(settings, from_files(config).get_text_config().vocab_size)
 
 
 def _why_not_loaded(error: BaseException) -> str:
@@ -171,7 +169,7 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 
 def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
     """Return a model quantised, adapted and frozen as configured."""
-    if config.model.attention in kernels.ANYWHERE:
+    if config.model.attention in ANYWHERE:
         kernels.attend(model, config.model.attention)
     if config.model.quantize != "none":
         _quantise(model, config.model.quantize, config.adapter, checking)
@@ -372,7 +370,8 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
         if "more than reading bytes" in text:  # transformers can assemble it
             return False
         raise UserError(f"model.path: {text}") from error
-    grown = _read_grown(config, settings, root, base_keys) if config.tokenizer.add_tokens else set()
+    grows = config.tokenizer.add_tokens and result.mismatched
+    grown = _read_grown(config, settings, root, base_keys) if grows else set()
     if lacking := sorted({*result.missing, *result.mismatched} - adapters.added(root) - grown):
         raise UserError(
             f"model.path: {path} has no {lacking[0]!r} of the model's shape (and {len(lacking) - 1} more); it holds "
@@ -385,19 +384,15 @@ def _read(config: Config, settings: Any, root: nn.Module) -> bool:
 
 
 def _read_grown(config: Config, settings: Any, root: Any, base_keys: dict[str, str] | None) -> set[str]:
-    """Read and grow embedding and head, if the files have fewer rows; return their parameters' names.
+    """Read embedding and head from files with fewer rows, and grow them; return their parameters' names.
 
     By a twin of the model in the files that has these two alone, whole in host memory.
     """
-    bare = _with_model(config.model_copy(update={"adapter": None}), quantize="none", freeze=[])
-    twin: Any = empty(bare, old := _as_in_files(config, settings))
-    if _rows(old) == _rows(settings):
-        return set()
+    bare, ours = _with_model(config.model_copy(update={"adapter": None}), quantize="none"), vocabulary.ends(root)
+    twin: Any = empty(_with_model(bare, freeze=[]), _as_in_files(config, settings))
     vocabulary.keep_ends(twin)
-    twin.to_empty(device="cpu")
     trueshard.load(config.model.place(), model=twin, strict=False, convert=True, rng=False, names=base_keys)
-    vocabulary.grow(twin, _rows(settings), config.train.seed)
-    ours = vocabulary.ends(root)
+    vocabulary.grow(twin, settings, config.train.seed)
     for target, source in zip(ours, vocabulary.ends(twin), strict=True):
         copy_module(target, source)
     held = {id(parameter) for module in ours for parameter in module.parameters()}

@@ -15,6 +15,8 @@ from pydantic import Field, model_validator
 from trueshard.errors import UserError, explained, one_line
 from trueshard.train.section import Fraction, Section, Text, one_of
 
+FLASH, ANYWHERE = ("flash_attention_2", "flash_attention_3"), (None, "sdpa", "eager")
+"""Words of `model.attention`: those that compute in 16 bits alone; those that need neither package nor GPU."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -15,16 +16,14 @@ from typing import Any
 
 import torch
 
-from trueshard.axes import sizes_of
 from trueshard.errors import UserError, explained
 from trueshard.text import nearest
-from trueshard.train.models.config import ModelSection
+from trueshard.train.models.config import ANYWHERE, FLASH, ModelSection
 
-ANYWHERE = (None, "sdpa", "eager")
-"""Words for attention that need no package and no GPU."""
-_FLASH = {
+_PACKAGES = {
     "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
-    "flash_attention_3": ("flash_attn_interface", "install it from the folder hopper of its sources"),
+    "flash_attention_3": ("flash_attn_interface", "install it from the folder hopper of flash-attention's sources"),
+    "liger": ("liger_kernel", "pip install liger-kernel"),
 }
 """Word → its package, and how to install that."""
 _SCALINGS = ("linear", "yarn", "llama3", "longrope")
@@ -35,65 +34,48 @@ def attend(model: Any, word: str | None, here: bool = True) -> None:
 
     With ``here=False`` only whether the architecture has such attention is asked: a package may be missing.
     """
-    if word is not None:
-        missing: Any = () if here else ImportError
-        with explained(f'model.attention = "{word}" is refused', 'use "sdpa", or leave it out'):
-            try:
-                model.set_attn_implementation(word)
-            except missing:
-                return
+    passed: tuple[type[Exception], ...] = () if here else (ImportError,)
+    with explained(f'model.attention = "{word}" is refused', 'use "sdpa"'), contextlib.suppress(*passed):
+        if word is not None:
+            model.set_attn_implementation(word)
             if model.config._attn_implementation != word:
-                raise ValueError(f"{type(model).__name__} computes {model.config._attn_implementation!r} instead")
+                raise ValueError(f"the model computes {model.config._attn_implementation!r} instead")
 
 
 def install(section: ModelSection, model: Any) -> None:
     """Put the kernels of ``section`` into a model with or without an adapter, before ``shard()``."""
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    attend(inner, section.attention)
+    attend(model, section.attention)
     if section.kernels == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        module = sys.modules[type(inner).__module__]
-        classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        module = vars(sys.modules[type(inner).__module__])
+        classes = {name: value for name, value in module.items() if isinstance(value, type)}
         _apply_liger_kernel_to_instance(inner, cross_entropy=False, fused_linear_cross_entropy=False)
-        vars(module).update(classes)  # so that the next model is of its own layers, on every rank
-
-
-def check_words(config: Any) -> None:
-    """Raise `UserError` if settings do not go with the kernels of ``config``, on whatever machine."""
-    section, options = config.model, config.shard.options()
-    problem = f'model.attention = "{section.attention}"'
-    if section.attention in _FLASH and options.mixed_precision is None and section.dtype == "float32":
-        remedy = 'set shard.mixed_precision = "bf16", or use "sdpa"'
-        raise UserError(f"{problem} computes in 16 bits, and the model in float32; {remedy}")
-    if section.attention not in ANYWHERE and config.train.exact:
-        raise UserError(f'{problem} may add up gradients in any order, which train.exact must not; use "sdpa"')
-    if section.kernels and (axes := [axis for axis, size in sizes_of(options).items() if size > 1]):
-        raise UserError(f"model.kernels does not go with shard.{axes[0]}, whose ranks share layers; remove one")
+        module.update(classes)  # so that the next model is of its own layers, on every rank
 
 
 def check_here(section: ModelSection, settings: Any) -> None:
     """Raise `UserError` unless this machine has what the kernels of ``section`` need."""
-    gpu, word = torch.cuda.is_available(), section.attention
-    problem, remedy = f'model.attention = "{word}"', 'use "sdpa"'
-    if word == "flex_attention" and not gpu:
-        raise UserError(f"{problem} has no backward on processors, and there is no GPU; {remedy}")
-    if word in _FLASH:
-        package, command = _FLASH[word]
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"{problem} needs the package {package}, which is not here; {command}, or {remedy}")
-        if not gpu or torch.cuda.get_device_capability()[0] < 8:
-            raise UserError(f"{problem} needs a GPU of compute capability 8.0 or newer; {remedy}")
-    if section.kernels == "liger":
-        problem, remedy = 'model.kernels = "liger"', "remove it"
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise UserError(f"{problem} needs the package liger-kernel; pip install liger-kernel, or {remedy}")
-        if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UserError(f"{problem} runs on GPUs, and there is none here; {remedy}")
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+    gpu = torch.cuda.is_available()
+    for key, word in (("attention", section.attention), ("kernels", section.kernels)):
+        package, remedy = _PACKAGES.get(word or "", ("", ""))
+        problem = None
+        if package and importlib.util.find_spec(package) is None:
+            problem = f"needs the package {package}, which is not here"
+        elif word == "flex_attention" and not gpu:
+            problem = "has no backward on processors, and there is no GPU"
+        elif word in FLASH and not (gpu and torch.cuda.get_device_capability()[0] >= 8):
+            problem = "needs a GPU of compute capability 8.0 or newer"
+        elif word == "liger" and not gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            problem = "runs on GPUs, and there is none here"
+        elif word == "liger":
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
 
-        if settings.model_type not in known:
-            raise UserError(f"{problem}: Liger has no kernels for {settings.model_type!r}; {remedy}")
+            if settings.model_type not in known:
+                problem = f"has no kernels for {settings.model_type!r}"
+        if problem is not None:
+            raise UserError(f'model.{key} = "{word}" {problem}; {remedy or "change it"}, or remove it')
 
 
 def assumptions(section: ModelSection) -> tuple[str, ...]:

@@ -30,20 +30,22 @@ def with_rows(settings: Any, rows: int) -> Any:
     return result
 
 
-def grow(model: Any, rows: int, seed: int) -> None:
-    """Give embedding and head of a model with its values so many ``rows``, if they have fewer."""
+def grow(model: Any, settings: Any, seed: int) -> None:
+    """Give embedding and head of a model with its values as many rows as ``settings`` say, if they have fewer."""
+    rows = settings.get_text_config().vocab_size
     if model.get_input_embeddings().weight.shape[0] < rows:
         with seeded(seed, "tokenizer.add_tokens", torch.device("cpu")):
             model.resize_token_embeddings(rows)
 
 
 def keep_ends(model: nn.Module) -> None:
-    """Remove all modules but the embedding, the head, and those that hold them."""
+    """Remove all modules but embedding, head, and those that hold them, which get memory in that of the host."""
     kept = {id(module) for module in ends(model)}
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if not any(id(part) in kept for part in child.modules()):
                 delattr(module, name)
+    model.to_empty(device="cpu")
 
 
 def check_trained(model: Any) -> None:

@@ -121,7 +121,6 @@ def check_settings(config: Config, ranks: int) -> Any:
     """Return the transformers configuration of the model; raise `UserError` if settings do not go together."""
     quiet_transformers()
     _check_batch(config, ranks)
-    kernels.check_words(config)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
     trackers(config.log.to)

@@ -1,13 +1,11 @@
 """Make an exported model ready for the hub: a card beside its files, and, unless that is left out, the upload.
 
-Figures and settings of the card are read from what the run itself wrote: `config.json`, `metrics.jsonl`, `plan.json`,
-`data/data.json`, and the checkpoint's manifest. What is not there is said to be not there.
+Settings and figures of the card are read from what the run itself wrote; what is not there is said to be not there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from typing import Any
 import trueshard
 from trueshard.checkpoint.catalogue import resolve_latest
 from trueshard.errors import UserError, cut_line, explained
+from trueshard.text import load_json
 from trueshard.train.config import Config
 from trueshard.train.data.store import read_summary
 from trueshard.train.metrics.step_metrics import read_metrics
@@ -25,21 +24,18 @@ from trueshard.train.models.config import is_hub_name
 from trueshard.train.parse import to_toml
 from trueshard.train.run.resuming import read_settings
 
+LOADERS = dict.fromkeys(("hf", "merged"), "transformers import AutoModelForCausalLM")
+LOADERS["adapter"] = "peft import AutoPeftModelForCausalLM"
+"""Form of `trueshard export` that can be published → what loads it from the hub."""
 _SECRET = re.compile(r"secret|password|credential|api_?key|_token$", re.IGNORECASE)
-FOLDERS = ("hf", "adapter", "merged")
-"""Forms of `trueshard export` that the hub's libraries read."""
 
 
-def check_name(repository: str, form: str) -> None:
+def check_push(repository: str, form: str) -> None:
     """Raise `UserError` for a name that the hub cannot have, or a form that nobody could load from there."""
-    from huggingface_hub.utils import validate_repo_id
-
-    with explained(f"--push {repository!r}: the hub has no such names", "give owner/name", detail=cut_line):
-        validate_repo_id(repository)
-        if "/" not in repository:
-            raise ValueError("there is no owner")
-    if form not in FOLDERS:
-        raise UserError(f"--push goes with --to {', '.join(FOLDERS)}, which are folders for the hub, not {form}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UserError(f"--push {repository!r}: the hub has no such names; give owner/name")
+    if form not in LOADERS:
+        raise UserError(f"--push goes with --to {' or '.join(LOADERS)}, and --to is {form}; change that")
 
 
 def publish(folder: Path, checkpoint: str, repository: str, form: str, *, send: bool, private: bool) -> str:
@@ -50,12 +46,13 @@ def publish(folder: Path, checkpoint: str, repository: str, form: str, *, send: 
     from huggingface_hub import HfApi, constants
 
     (folder / "README.md").write_text(card(folder, checkpoint, repository, form), encoding="utf-8")
-    later = f"hf upload {repository} {folder}"
+    later = f"`hf upload {repository} {folder}` sends it"
     if not send or constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set" if send else "--no-send"
-        return f"{folder} is ready for {repository}, and nothing was sent ({why}); `{later}` sends it"
-    remedy = f"{folder} is ready: after `hf auth login`, `{later}` sends it"
-    with explained(f"--push {repository}: it was not sent", remedy, detail=cut_line):
+        return f"{folder} is ready for {repository}, and nothing was sent ({why}); {later}"
+    with explained(
+        f"--push {repository}: not sent", f"{folder} is ready: after `hf auth login`, {later}", detail=cut_line
+    ):
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by TrueShard"))
@@ -66,49 +63,38 @@ def card(folder: Path, checkpoint: str, repository: str, form: str) -> str:
     path = resolve_latest(checkpoint)
     found: Any = trueshard.inspect(path)
     run = Path(path).absolute().parent.parent
-    record = read_settings(run) if (run / "checkpoints").is_dir() else {}
-    absent = "No run of `trueshard train` is beside the checkpoint, so it is not known."
-    words = dict.fromkeys(("recipe", "data", "metrics", "plan"), absent) | {"base": ""}
-    if "given" in record:
-        config = Config.model_validate(_without_places(record["given"]))
-        words["recipe"] = f"```toml\n{to_toml(config)}```"
-        if config.model.path is not None and is_hub_name(config.model.path):
-            words["base"] = f"base_model: {config.model.path}\n"
-        rows = [record for record in read_metrics(run / "metrics.jsonl") if record["step"] == found.step]
-        words["metrics"] = _table(rows[-1]) if rows else "The run kept none of it."
-        summary = read_summary(run / "data")
-        counts = ("documents", "tokens", "unigram_entropy", "crc32", "fingerprint")
-        words["data"] = _table({key: getattr(summary, key, None) for key in counts})
-        words["plan"] = _table(json.loads((run / "plan.json").read_text(encoding="utf-8")).get("plan", {}))
+    given = read_settings(run).get("given") if (run / "checkpoints").is_dir() else None
+    tables: dict[str, Any] = {"made": found.about, "data": {}, "metrics": {}, "plan": {}}
+    recipe = base = ""
+    if given is not None:
+        config = Config.model_validate(_public(given))
+        recipe, named = to_toml(config), config.model.path
+        base = f"\nbase_model: {named}" if named and is_hub_name(named) else ""
+        tables["data"] = vars(read_summary(run / "data") or object)
+        tables["metrics"] = next((row for row in read_metrics(run / "metrics.jsonl") if row["step"] == found.step), {})
+        tables["plan"] = load_json((run / "plan.json").read_text(encoding="utf-8")).get("plan", {})
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "README.md")
-    hashes = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
-    done = {"hf": "The model", "adapter": "The adapter alone", "merged": "The model, with its adapter merged into it"}
-    auto = "peft import AutoPeftModelForCausalLM" if form == "adapter" else "transformers import AutoModelForCausalLM"
-    words |= {
-        "library": "peft" if form == "adapter" else "transformers",
-        "name": repository.partition("/")[2],
-        "what": f"{done[form]}, of step {found.step} of a run with fully-sharded data parallelism.",
-        "made": _table(found.about),
-        "use": f'```python\nfrom {auto}\n\nmodel = {auto.split()[-1]}.from_pretrained("{repository}")\n```',
-        "hashes": _table(hashes),
-    }
+    tables["hashes"] = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
+    library, _, loader = LOADERS[form].split()
+    words = {"repository": repository, "form": form, "step": found.step, "library": library, "loader": loader}
+    words |= {"recipe": recipe, "base": base} | {title: _table(values) for title, values in tables.items()}
     return Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(words)
 
 
-def _without_places(value: Any) -> Any:
+def _public(value: Any) -> Any:
     """Return settings without places of this machine, passwords, and keys of services."""
     if isinstance(value, dict):
-        return {key: "(left out)" if _SECRET.search(key) else _without_places(each) for key, each in value.items()}
+        return {key: "(left out)" if _SECRET.search(key) else _public(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_without_places(each) for each in value]
+        return [_public(each) for each in value]
     if not isinstance(value, str):
         return value
     return os.path.basename(value.rstrip("/")) if value[:1] in ("/", "~") else re.sub(r"//[^/@]*@", "//", value)
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows = [f"| {key} | {value} |" for key, value in values.items() if not isinstance(value, dict | list | None)]
-    return "\n".join(["| | |", "|---|---|", *rows])
+    rows = [f"| {key} | {value} |" for key, value in values.items() if isinstance(value, str | int | float)]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else "The run left nothing of it beside the checkpoint."
 
 
 def _sha256(file: Path) -> str:
