@@ -137,6 +137,15 @@ def test_tokens_are_one_each_and_known_ones_stay(start: Path) -> None:
     assert architecture(given, len(tokenizer)).vocab_size == 283
 
 
+def test_tokens_of_the_chat_template_end_turns(start: Path) -> None:
+    given = config(start, tokenizer={"add_tokens": ["<|im_start|>", "<|im_end|>", "<tool>"]})
+    tokenizer = load_tokenizer(given.tokenizer, given.model, "chat")
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    assert {"<|im_start|>", "<|im_end|>"} <= special
+    assert "<tool>" not in special
+    assert tokenizer.decode(tokenizer("a<|im_end|><tool>")["input_ids"], skip_special_tokens=True) == "a<tool>"
+
+
 def train(start: Path, run: Path, *words: str) -> str:
     """What a run prints."""
     tables = {

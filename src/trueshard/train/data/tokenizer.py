@@ -60,10 +60,12 @@ def load_tokenizer(section: TokenizerSection, model: ModelSection, data_format: 
 
 
 def with_tokens(section: TokenizerSection, tokenizer: Any) -> Any:
-    """Return the tokenizer, to which `tokenizer.add_tokens` are added."""
+    """Return the tokenizer, to which `tokenizer.add_tokens` are added: special, if the chat template writes them."""
     from transformers import AddedToken
 
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in section.add_tokens or ()])
+    for text in section.add_tokens or ():
+        special = text in _template(section, tokenizer)[0]
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=special)], special_tokens=special)
     return tokenizer
 
 
@@ -124,6 +126,14 @@ def pad_token(tokenizer: Any) -> int:
 
 def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> None:
     """Set the chat template of the tokenizer (and the processor). Raises `UserError` if its file cannot be read."""
+    template, place = _template(section, tokenizer, processor)
+    for target in (tokenizer, processor):
+        if target is not None:
+            target.chat_template, target.template_place = template, place
+
+
+def _template(section: TokenizerSection, tokenizer: Any, processor: Any = None) -> tuple[str, str]:
+    """Return the chat template, and where it is from, in words."""
     template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     # Some have several by name; the one for tools is for calls, which data brings in its own form.
     template = template.get("default") if isinstance(template, dict) else template
@@ -135,9 +145,7 @@ def set_chat_template(section: TokenizerSection, tokenizer: Any, processor: Any 
         if not template.strip():
             raise UserError(f"tokenizer.chat_template: {name} is empty; give a Jinja file")
         place = f" in {name}"
-    for target in (tokenizer, processor):
-        if target is not None:
-            target.chat_template, target.template_place = template, place
+    return template, place
 
 
 def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any]]:

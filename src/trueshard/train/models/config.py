@@ -147,7 +147,8 @@ class TokenizerSection(Section):
     chat_template: Text | None = None
     """A file with a Jinja chat template. Left out, the tokenizer's own, or ChatML where it has none."""
     add_tokens: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Texts that become tokens, unless they are. Where the model lacks rows for them, its embedding and head grow; the
-    new rows begin as the mean of the others (transformers' `mean_resizing`)."""
+    """Texts that become tokens, unless they are; special ones, if the chat template writes them. Where the model lacks
+    rows for them, its embedding and head grow; the new rows begin as the mean of the others (transformers'
+    `mean_resizing`)."""
 
     _at_most_one = one_of("tokenizer.path", "tokenizer.vocab_size", required=False)
