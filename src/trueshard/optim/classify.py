@@ -29,6 +29,7 @@ import numpy
 import torch
 from torch import nn
 
+from trueshard import _torch
 from trueshard.errors import with_kind
 from trueshard.optim import trial
 from trueshard.optim.rebind import by_shape, family
@@ -175,7 +176,7 @@ def _tried(optimizer: torch.optim.Optimizer, exact: bool, inside: bool) -> list[
     verdicts = [Verdict(rows=set(), inside=inside) for _ in groups]
     random_states = random.getstate(), numpy.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices=[]):
+        with _torch.unwatched(), torch.random.fork_rng(devices=[]):  # under the planner's modes nothing has values
             small = _try(optimizer, verdicts, [trial.shapes_of(group, small=True) for group in groups], STEPS, exact)
             tried = [small]
             if any(large := [trial.shapes_of(group, small=False) for group in groups]):

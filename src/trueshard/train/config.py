@@ -89,6 +89,11 @@ class TrainSection(Section):
     """Steps between comparisons of the copies of `shard.replicate`; the run ends if one differs."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients with a greater norm are scaled down to this one."""
+    loss: Text | None = None
+    """A loss of your own in place of next-token cross entropy: "file.py:function", (model, batch) → the loss of each
+    target, shaped like `batch["targets"]`; or a class with `count` and a call, as `trueshard.Trainer` takes."""
+    callbacks: list[Text] = []
+    """Callbacks of your own, each "file.py:Class", a `trueshard.Callback` that is made without arguments."""
     whole_logits: bool = False
     """Compute the loss from the whole logits at once. Else in chunks, where that gives the model's own loss."""
     skip_nonfinite: Annotated[int, Field(ge=0)] = 0
@@ -161,7 +166,7 @@ class OptimizerSection(Section):
     """The optimizer, over all trainable parameters."""
 
     class_path: Text = Field(default="torch.optim.AdamW", alias="class")
-    """Import path of a `torch.optim.Optimizer` class."""
+    """Import path of a `torch.optim.Optimizer` class, or "file.py:Class"."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Peak learning rate; `[schedule]` shapes it."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] | None = None
@@ -190,17 +195,22 @@ class ScheduleSection(Section):
     """Steps of the decay of "wsd"; left out, a tenth of the steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
+    function: Text | None = None
+    """A function of your own instead of the keys above: "file.py:function", (step, steps) → fraction of the peak, where
+    `step` is 1 to `steps`."""
     class_path: Text | None = Field(default=None, alias="class")
-    """Import path, instead of the keys above, of a `torch.optim.lr_scheduler` class; `ReduceLROnPlateau` is given the
-    evaluation's loss."""
+    """Import path, instead of the keys above, of a `torch.optim.lr_scheduler` class, or "file.py:Class";
+    `ReduceLROnPlateau` is given the evaluation's loss."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class. "module:function" stands for a function, `{class, arguments}` for a scheduler."""
 
     @model_validator(mode="after")
     def _one_way(self) -> ScheduleSection:
         shape = [key for key in ("warmup_steps", "decay", "decay_steps", "final") if key in self.model_fields_set]
-        if self.class_path is not None and shape:
-            raise ValueError(f"schedule.{shape[0]} does not go with schedule.class; remove one of them")
+        named = {"function": self.function, "class": self.class_path}
+        ways = shape[:1] + [key for key, value in named.items() if value is not None]
+        if len(ways) > 1:
+            raise ValueError(f"schedule.{ways[0]} does not go with schedule.{ways[1]}; remove one of them")
         if self.arguments and self.class_path is None:
             raise ValueError("schedule.arguments goes with schedule.class only; remove it, or set schedule.class")
         if self.decay_steps is not None and self.decay != "wsd":
@@ -262,10 +272,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _go_together(self) -> Config:
         is_open = self.rl is None and "format" not in self.data.model_fields_set  # until `located` has seen the data
-        if self.model.architecture is not None and self.tokenizer.path is None and self.tokenizer.vocab_size is None:
+        has_files = self.model.architecture is None and self.model.build is None
+        if not has_files and self.tokenizer.path is None and self.tokenizer.vocab_size is None:
+            key = "architecture" if self.model.build is None else "build"
             raise ValueError(
-                "tokenizer.vocab_size or tokenizer.path is missing, and model.architecture brings no tokenizer; set one"
+                f"tokenizer.vocab_size or tokenizer.path is missing, and model.{key} brings no tokenizer; set one"
             )
+        if self.model.build is not None and (self.images or self.rl is not None):
+            raise ValueError("model.build is for models of text, without [rl]; use model.path or model.config")
+        if self.train.loss is not None and (self.rl is not None or self.train.whole_logits):
+            other = "train.whole_logits, as it computes logits itself" if self.rl is None else "[rl], which has rl.loss"
+            raise ValueError(f"train.loss does not go with {other}; remove one of them")
+        if self.train.loss is not None and "preference" in self.model_fields_set:
+            raise ValueError("[preference] is of the loss that train.loss replaces; remove one of them")
         if self.model.quantize != "none" and self.adapter is None:
             raise ValueError("model.quantize freezes the weights, and there is no [adapter] to train; add one")
         if "preference" in self.model_fields_set and self.data.format != "preference" and not is_open:
@@ -391,4 +410,4 @@ class Config(Section):
             section = plain[name] or {}
             keys |= {f"{name}.{key}": value for key, value in section.items() if self.rl and key not in left_out}
         exact = ("exact", "microbatch", "batch_size") if self.train.exact else ()
-        return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length", *exact)}
+        return keys | {f"train.{key}": plain["train"][key] for key in ("seed", "sequence_length", "loss", *exact)}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from trueshard import _torch
-from trueshard.errors import warn_user
+from trueshard.errors import UserError, warn_user
 from trueshard.model import names
 from trueshard.parallel.collectives import sum_parts
 from trueshard.parallel.tensor import is_shared
 from trueshard.parallel.tp_styles import SharedHead, shared_head
 from trueshard.sharding.hooks import runtime_of
 from trueshard.train.data.batches import IGNORED, Batch
+from trueshard.train.own_code import blamed, check_call, own
+
+if TYPE_CHECKING:
+    from trueshard.train.config import TrainSection
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 AtHead = Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor]
@@ -128,6 +132,42 @@ class CausalLoss:
         return self._rows_of(model, inputs, targets.shape, compute).reshape(shape)
 
 
+class OwnLoss(CausalLoss):
+    """The function of ``words``, `train.loss`: (model, batch) → loss of each target, [batch, length]."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self._function = words, own("train.loss", words, "model", "batch")
+
+    def __reduce__(self) -> Any:  # another process finds the function by its words, too
+        return OwnLoss, (self._words,)
+
+    def __call__(self, model: nn.Module, batch: Batch, *, rows: bool = False) -> torch.Tensor:
+        """Return the sum over the targets: 0-dim, float32 or wider. Raises `UserError` for another shape."""
+        terms, targets = self._function(model, batch), batch["targets"]
+        if not isinstance(terms, torch.Tensor) or terms.shape != targets.shape:
+            state = f"shape {list(terms.shape)}" if isinstance(terms, torch.Tensor) else f"a {type(terms).__name__}"
+            raise UserError(
+                f"train.loss: {self._words} returned {state} for targets of shape {list(targets.shape)}; return each "
+                "target's loss, of which the mean over all ranks is taken, or name a class with count() and a call"
+            )
+        return torch.where(targets.ne(IGNORED), terms if terms.dtype == torch.float64 else terms.float(), 0.0).sum()
+
+
+def loss_of(section: TrainSection) -> Loss:
+    """Return the loss of [train]. Raises `UserError` for one of the user's own that is none."""
+    if section.loss is None:
+        return CausalLoss(section.whole_logits)
+    kind = own("train.loss", section.loss, binds=False)
+    if not isinstance(kind, type):
+        return OwnLoss(section.loss)
+    check_call("train.loss", kind)
+    with blamed("train.loss", section.loss):
+        made = kind()
+    if not isinstance(made, Loss):
+        raise UserError(f"train.loss: {section.loss} has no count(batch) and no call; give it both, or name a function")
+    return made
+
+
 class HeadRows:
     """Compute from what the head of a model reads, a row a position; from its whole logits where it must be."""
 
@@ -148,6 +188,8 @@ class HeadRows:
         def at_rows(head: nn.Module, forward: Forward, hidden: torch.Tensor) -> torch.Tensor:
             return compute(head, forward, hidden.flatten(0, 1)).reshape(-1, 1, 1).clone()  # FSDP2 warns of views
 
+        if not self.whole_logits and not _heads_of(model):
+            self._hold(f"{_kind(model)} has no get_output_embeddings(), which names its head")
         if not self.whole_logits and _shares_head(model):
             self._hold(f"ranks share the head of {_kind(model)}")
         if not self.whole_logits:
@@ -332,8 +374,8 @@ def at_head(
 def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return logits [batch, length, vocabulary], without key-value cache: it makes transformers mix documents."""
     output = model(**inputs, use_cache=False)
-    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return logits
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output
+    return logits if isinstance(logits, torch.Tensor) else logits[0]
 
 
 def _kind(model: nn.Module) -> str:

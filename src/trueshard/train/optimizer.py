@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trueshard.errors import UserError, explained, one_line
 from trueshard.train.config import OptimizerSection, ScheduleSection
 from trueshard.train.models.parameters import match_globs
+from trueshard.train.own_code import Wrong, blamed, own
 
 _KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 """Arguments of torch's optimizers that choose the kernel."""
@@ -63,6 +64,8 @@ def check_optimizer(section: OptimizerSection) -> None:
 
 def imported_class(path: str, base: type, key: str) -> Any:
     """Return the class at an import path, a subclass of `base`. Raise `UserError`, naming `key`, if there is none."""
+    if ":" in path:
+        return own(key, path, base=base, binds=False)
     module_name, _, name = path.rpartition(".")
     home = base.__module__ if base is not torch.optim.Optimizer else "torch.optim"
     with explained(f"{key}: {path!r} cannot be imported", "install it, or correct the path", ImportError, str):
@@ -117,11 +120,28 @@ def factor(section: ScheduleSection, step: int, steps: int) -> float:
     return section.final + (1 - section.final) * left
 
 
+def _factor_of(section: ScheduleSection) -> Callable[[int, int], float]:
+    """Return (step, steps) → fraction of the peak. Raises `UserError` for a function that is none."""
+    if section.function is None:
+        return functools.partial(factor, section)
+    words = section.function
+    function = own("schedule.function", words, "step", "steps")
+
+    def checked(step: int, steps: int) -> float:
+        with blamed("schedule.function", words, f" of step {step}"):
+            part = float(function(step, steps))
+            if not 0 <= part < math.inf:
+                raise Wrong(f"it returned {part}, not a fraction of the peak from 0 on")
+        return part
+
+    return checked
+
+
 class StepSchedule:
     """Set the learning rate of every group to its own peak × `factor` of the step. Its only state is the step."""
 
     def __init__(self, section: ScheduleSection, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        self._section, self._optimizer, self._steps = section, optimizer, steps
+        self._factor, self._optimizer, self._steps = _factor_of(section), optimizer, steps
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self.load_state_dict({"taken": 0})
 
@@ -136,7 +156,7 @@ class StepSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the steps taken, with this section and these peaks."""
         self._taken = int(state["taken"])
-        part = factor(self._section, self._taken + 1, self._steps)
+        part = self._factor(self._taken + 1, self._steps)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(peak * part)
@@ -153,7 +173,7 @@ def build_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, s
 
 def check_schedule(section: ScheduleSection) -> None:
     """Raise `UserError` if the class or its arguments are wrong, whatever the model is."""
-    build_schedule(section, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), 1)
+    build_schedule(section, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9), 1000)
 
 
 def _scheduler(path: str, arguments: dict[str, Any], optimizer: torch.optim.Optimizer) -> Any:

@@ -26,9 +26,10 @@ from trueshard.text import tomllib
 from trueshard.train.config import Config
 
 REPLACES = {
-    "model.path": ("model.config", "model.architecture", "model.fields", "tokenizer.vocab_size"),
-    "model.config": ("model.path", "model.revision", "model.architecture", "model.fields"),
-    "model.architecture": ("model.path", "model.revision", "model.config"),
+    "model.path": ("model.config", "model.architecture", "model.build", "model.fields", "tokenizer.vocab_size"),
+    "model.config": ("model.path", "model.revision", "model.architecture", "model.build", "model.fields"),
+    "model.architecture": ("model.path", "model.revision", "model.config", "model.build", "model.fields"),
+    "model.build": ("model.path", "model.revision", "model.config", "model.architecture", "model.fields"),
     "tokenizer.path": ("tokenizer.vocab_size",),
     "tokenizer.vocab_size": ("tokenizer.path",),
     "data.path": ("data.sources",),

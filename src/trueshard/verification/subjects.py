@@ -40,7 +40,7 @@ from trueshard.planner.inputs.batches import model_feed, model_loss
 from trueshard.planner.inputs.factories import Original, TrainingParts
 from trueshard.planner.inputs.workloads import checked, optimizers_of
 from trueshard.plans import Plan
-from trueshard.train.losses import CausalLoss, Loss, Mean
+from trueshard.train.losses import Loss, Mean
 from trueshard.train.preference import PreferenceLoss
 from trueshard.verification.compare import TensorStore
 
@@ -424,7 +424,7 @@ class ConfigSubject(Subject):
         config = self._config
         filled = session.build(config, self._settings)
         session.shard(type(config.shard)(), filled)
-        session.fill(config, filled)
+        session.fill(config, filled, self._settings)
         model = with_values(config, self._settings)
         kernels.install(config.model, model)
         copy_module(model, filled)
@@ -432,8 +432,8 @@ class ConfigSubject(Subject):
         if torch.cuda.is_available():
             model.cuda()
         optimizer = session.build_optimizer(config.optimizer, model.named_parameters(), on_gpu=self._on_gpu)
-        loss: Loss = CausalLoss(config.train.whole_logits)
-        if config.data.format == "preference":
+        loss = session.loss_of(config.train)
+        if config.data.format == "preference" and config.train.loss is None:
             reference = copy.deepcopy(model).requires_grad_(False) if config.adapter is None else None
             preference = config.preference
             loss = PreferenceLoss(reference, preference.beta, preference.label_smoothing, config.train.whole_logits)
@@ -450,7 +450,7 @@ class ConfigSubject(Subject):
             plan = session.shard(section, model, optimizer)
         except UserError as error:
             raise ShardRefused(str(error)) from error
-        session.fill(config, model)
+        session.fill(config, model, settings)
         loss = session.choose_loss(config, settings, model)
         return TrainingSetup(model.train(), [optimizer], loss, loss_scaler(self.case), plan)
 

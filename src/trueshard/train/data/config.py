@@ -57,6 +57,9 @@ class DataSection(Section):
     """Configuration of a data set on the hub."""
     split: Text = "train"
     """Split of a data set on the hub."""
+    transform: Text | None = None
+    """A function of your own for each record before its keys are read: "file.py:function", (record) → the record to
+    take, or None to leave it out. Not for files of text."""
     streaming: bool = False
     """Read during training instead of preparing all data first: nothing is copied to the disk."""
     packing: bool = True

@@ -27,7 +27,7 @@ import sysconfig
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
@@ -47,6 +47,7 @@ from trueshard.train.data.addresses import (
 )
 from trueshard.train.data.config import TEXT_FILES, DataSection
 from trueshard.train.models.config import is_hub_name
+from trueshard.train.own_code import Wrong, blamed, own
 
 Fields = dict[str, Any]
 
@@ -102,10 +103,14 @@ class DataSource:
     weight: float
     files: tuple[str, ...]  # paths; for a data set on the hub, its name
     text_field: str = "text"
+    transform: str | None = field(default=None, kw_only=True)  # `data.transform`
     read: list[int] = field(default_factory=lambda: [0], compare=False, kw_only=True)  # bytes, by ``records``
 
     def records(self, start: Place = START) -> Iterator[Record]:
         """Iterate over all records from a place on, in order. Raises `UserError` for damaged input."""
+        return self._stored(start) if self.transform is None else _transformed(self._stored(start), self.transform)
+
+    def _stored(self, start: Place) -> Iterator[Record]:
         self.read[0] += sum(size_of(file) or 0 for file in self.files[: start.file] if not is_address(file))
         for number, file in enumerate(self.files[start.file :], start=start.file):
             place, folder = start if number == start.file else Place(number), Path(file).parent
@@ -120,7 +125,10 @@ class DataSource:
 
     def fingerprint(self) -> str:
         """Hash names, sizes and modification times: equal means that nothing has to be read again."""
-        return hash_of(list(map(state_of, self.files)))
+        return hash_of(list(map(state_of, (*self.files, *self._code()))))
+
+    def _code(self) -> tuple[str, ...]:
+        return () if self.transform is None else (self.transform.rpartition(":")[0],)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class HubSource(DataSource):
     streaming: bool = False
     saved: bool = False  # a folder written by `Dataset.save_to_disk`, or one split of a saved `DatasetDict`
 
-    def records(self, start: Place = START) -> Iterator[Record]:
+    def _stored(self, start: Place) -> Iterator[Record]:
         import datasets
 
         (file,), options = self.files, {"split": self.split, "revision": self.revision, "streaming": self.streaming}
@@ -159,15 +167,29 @@ class HubSource(DataSource):
         return None
 
     def fingerprint(self) -> str:
-        return hash_of([self.name, self.subset, self.split, self.revision])
+        return hash_of([self.name, self.subset, self.split, self.revision, *map(state_of, self._code())])
 
 
 def find(section: DataSection, path: str | None = None, key: str = "data.path") -> list[DataSource]:
     """Return the sources of `[data]`, or that of ``path``, the value of ``key``; `UserError` if one is empty."""
+    named = [(one.path, f"data.sources[{number}].path", one.weight) for number, one in enumerate(section.sources)]
     if path or section.path:
-        return [_find(section, path or section.path or "", key, 1.0)]
-    named = [(source, f"data.sources[{number}].path") for number, source in enumerate(section.sources)]
-    return [_find(section, source.path, key, source.weight) for source, key in named]
+        named = [(path or section.path or "", key, 1.0)]
+    return [replace(_find(section, *source), transform=section.transform) for source in named]
+
+
+def _transformed(records: Iterator[Record], words: str) -> Iterator[Record]:
+    """Yield records as `data.transform` makes them. Raises `UserError` with the record's place."""
+    function = own("data.transform", words, "record")
+    for record in records:
+        with blamed("data.transform", words, f" for {record.where}"):
+            if not record.line:
+                raise Wrong("it takes records, and this is a file of text (JSONL has a record a line)")
+            if (changed := function(record.fields)) is None:
+                continue
+            if not isinstance(changed, dict):
+                raise Wrong(f"it returned a {type(changed).__name__}, neither a dict nor None")
+        yield record._replace(fields=changed)
 
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:

@@ -37,6 +37,7 @@ from trueshard.train.models import adapters, kernels, vocabulary
 from trueshard.train.models.config import ANYWHERE, AdapterSection, ModelSection, own_code
 from trueshard.train.models.parameters import copy_module, copy_tensor, freeze, give_memory, resting_device, seeded
 from trueshard.train.models.quantized import Quantization, QuantizedLinear, quantise_layers
+from trueshard.train.own_code import Wrong, blamed, check_call, own
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -59,7 +60,10 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     does not exist.
     """
     section, key = config.model, _key_of(config.model)
-    settings = _from_fields(config, vocab_size) if section.architecture else from_files(config)
+    if section.build is not None:
+        settings = _of_own(config, vocab_size)
+    else:
+        settings = _from_fields(config, vocab_size) if section.architecture else from_files(config)
     rows = getattr(settings.get_text_config(), "vocab_size", vocab_size)
     if rows < vocab_size <= rows + len(config.tokenizer.add_tokens or ()):
         settings = vocabulary.with_rows(settings, vocab_size)
@@ -69,7 +73,7 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
         _set_image_token(section, settings, image_token)
     with explained(f"{key}: no model can be built from it", "correct its configuration"):
         model: Any = empty(config, settings, checking=True)
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0] if section.build is None else vocab_size
     if rows < vocab_size:
         raise UserError(
             f"{key}: its vocabulary of {rows} is smaller than the tokenizer's {vocab_size}; "
@@ -102,16 +106,30 @@ def reference(config: Config, settings: Any, model: nn.Module) -> nn.Module | No
     result, runtime = empty(_with_model(config, freeze=[]), settings).requires_grad_(False).eval(), sharded(model)
     kernels.install(config.model, result)
     trueshard.shard(result, plan=runtime.plan, mesh=runtime.mesh)
-    fill(config, result)
+    fill(config, result, settings)
     return result
 
 
 def empty(config: Config, settings: Any, checking: bool = False) -> nn.Module:
     """Return the model on the meta device, quantised, adapted and frozen as configured, in `model.dtype`."""
     with torch.device("meta"):
-        trust = config.model.trust_remote_code
-        base = _auto(config).from_config(settings, dtype=getattr(torch, config.model.dtype), trust_remote_code=trust)
-        return _changed(config, base, checking)
+        return _changed(config, _untrained(config, settings), checking)
+
+
+def _untrained(config: Config, settings: Any) -> nn.Module:
+    """Return the model of the architecture, or of `model.build`, on torch's default device."""
+    section, dtype, words = config.model, getattr(torch, config.model.dtype), config.model.build
+    if words is None:
+        made: nn.Module = _auto(config).from_config(settings, dtype=dtype, trust_remote_code=section.trust_remote_code)
+        return made
+    arguments = {name: getattr(settings, name) for name in ("vocab_size", *section.fields)}
+    function = own("model.build", words, **arguments)
+    with blamed("model.build", words):
+        made = function(**arguments)
+        if not isinstance(made, nn.Module):
+            raise Wrong(f"it returned a {type(made).__name__}, not a torch.nn.Module")
+    check_call("model.build", made.forward, input_ids=..., use_cache=False)
+    return made.to(dtype) if "dtype" in section.model_fields_set else made
 
 
 def with_values(config: Config, settings: Any) -> nn.Module:
@@ -119,8 +137,7 @@ def with_values(config: Config, settings: Any) -> nn.Module:
     dtype, auto = getattr(torch, config.model.dtype), _auto(config)
     with seeded(config.train.seed, "", torch.device("cpu")):
         if config.model.path is None:
-            trust = config.model.trust_remote_code
-            return _changed(config, auto.from_config(settings, dtype=dtype, trust_remote_code=trust))
+            return _changed(config, _untrained(config, settings))
         path = config.model.place()
         files = sorted(file for pattern in WEIGHTS for file in path.glob(f"{pattern}*"))
         problem = f"model.path: the weights in {path} cannot be loaded ({', '.join(file.name for file in files[:2])})"
@@ -206,7 +223,19 @@ def _is_first() -> bool:
 
 
 def _key_of(section: ModelSection) -> str:
-    return next(f"model.{name}" for name in ("path", "config", "architecture") if getattr(section, name) is not None)
+    names_of_keys = ("path", "config", "architecture", "build")
+    return next(f"model.{name}" for name in names_of_keys if getattr(section, name) is not None)
+
+
+def _of_own(config: Config, vocab_size: int) -> Any:
+    """Return a transformers configuration that stands for a model of `model.build`: its arguments."""
+    from transformers import PretrainedConfig
+
+    if "vocab_size" in config.model.fields:
+        raise UserError("model.fields.vocab_size: the vocabulary size is the tokenizer's; remove it")
+    settings: Any = PretrainedConfig()
+    vars(settings).update(config.model.fields, vocab_size=vocab_size)
+    return settings
 
 
 def _from_fields(config: Config, vocab_size: int) -> Any:
@@ -319,22 +348,28 @@ def _set_image_token(section: ModelSection, settings: Any, image_token: int) -> 
 # Values after sharding
 
 
-def fill(config: Config, model: nn.Module) -> None:
+def fill(config: Config, model: nn.Module, settings: Any = None) -> None:
     """Give memory and values to a sharded model on the meta device; one that has values stays as it is. Collective.
 
-    Raises `UserError`, on every rank, if the files lack tensors of the model.
+    ``settings``: the model's transformers configuration; None: the one that it has. Raises `UserError`, on every rank,
+    if the files lack tensors of the model.
     """
     root: Any = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return
     sharded(root)  # a model is filled after shard()
-    settings = root.get_base_model().config if hasattr(root, "peft_config") else root.config
+    if settings is None:
+        settings = root.get_base_model().config if hasattr(root, "peft_config") else root.config
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
     elif config.model.path is None or not _read(config, settings, root):
         device = resting_device(root)
         give_memory(root)
-        if config.model.path or not _initialise_blocks(root, empty(config, settings), config.train.seed, device):
+        if (
+            config.model.path
+            or config.model.build
+            or not _initialise_blocks(root, empty(config, settings), config.train.seed, device)
+        ):
             copy_module(root, with_values(config, settings))
         elif hasattr(root, "peft_config"):
             adapters.initialise(root, empty(config, settings), config.train.seed, device)

@@ -63,7 +63,7 @@ def own_code(section: ModelSection, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 class ModelSection(Section):
-    """The model: exactly one of `path`, `config` and `architecture`."""
+    """The model: exactly one of `path`, `config`, `architecture` and `build`."""
 
     path: Text | None = None
     """Hugging Face model directory with weights, to continue from; a checkpoint is one, "…/latest" the newest, and
@@ -74,8 +74,12 @@ class ModelSection(Section):
     """A `config.json`, or a directory that has one: the same architecture, trained from scratch."""
     architecture: Text | None = None
     """A transformers `model_type` such as "llama", trained from scratch with `fields`."""
+    build: Text | None = None
+    """A function of your own: "file.py:function", (vocab_size, and `fields` by name) → a `torch.nn.Module`, trained
+    from scratch."""
     fields: dict[str, Any] = {}
-    """Fields of the transformers configuration of `architecture`. The vocabulary size is the tokenizer's."""
+    """Fields of the transformers configuration of `architecture`, or arguments of `build`. The vocabulary size is the
+    tokenizer's."""
     trust_remote_code: bool = False
     """Run Python code that lies beside the model, tokenizer or processor, as their `auto_map` says. It can do what you
     can: read it first."""
@@ -93,12 +97,15 @@ class ModelSection(Section):
     """Rotary positions beyond those that the model was trained on, as in a transformers configuration:
     `{rope_type = "yarn", factor = 4.0}`; or "linear", "llama3", "longrope". The model then takes factor × as many."""
 
-    _one_source = one_of("model.path", "model.config", "model.architecture")
+    _one_source = one_of("model.path", "model.config", "model.architecture", "model.build")
 
     @model_validator(mode="after")
     def _fields_of_architecture(self) -> ModelSection:
-        if self.fields and self.architecture is None:
-            raise ValueError("model.fields goes with model.architecture only; remove it, or set that")
+        if self.fields and self.architecture is None and self.build is None:
+            raise ValueError("model.fields goes with model.architecture or model.build only; remove it, or set one")
+        own = [key for key in ("attention", "kernels", "rope_scaling") if getattr(self, key) is not None]
+        if self.build is not None and own:
+            raise ValueError(f"model.{own[0]} does not go with model.build, which makes the model itself; remove one")
         if self.revision is not None and self.path is None:
             raise ValueError("model.revision goes with model.path only; remove it, or set that")
         return self

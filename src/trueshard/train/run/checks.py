@@ -25,14 +25,17 @@ from trueshard.checkpoint.snapshots import newest_parts
 from trueshard.errors import UserError, explained, one_line, written_to
 from trueshard.files import locked, making
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
+from trueshard.train.callbacks import Callback
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
 from trueshard.train.evaluation import is_greater_better
+from trueshard.train.losses import loss_of
 from trueshard.train.metrics.trackers import trackers
 from trueshard.train.models import kernels
 from trueshard.train.models.build import architecture, from_files, plain_settings, quiet_transformers
 from trueshard.train.optimizer import check_optimizer, check_schedule
+from trueshard.train.own_code import own
 from trueshard.train.run import resuming
 
 LOCK = ".lock"
@@ -123,8 +126,13 @@ def check_settings(config: Config, ranks: int) -> Any:
     _check_batch(config, ranks)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule)
+    loss_of(config.train)
+    for words in config.train.callbacks:
+        own("train.callbacks", words, base=Callback)
+    if config.data.transform is not None:
+        own("data.transform", config.data.transform, "record")
     trackers(config.log.to)
-    if config.model.architecture is None and not config.images:
+    if (config.model.path or config.model.config) and not config.images:
         from_files(config)  # before the tokenizer, which transformers reads with it
     tokenizer = load_tokenizer(config.tokenizer, config.model, config.data.format)
     vocab_size = (config.tokenizer.vocab_size or 0) + len(config.tokenizer.add_tokens or ())

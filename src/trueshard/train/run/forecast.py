@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.data.batches import Batch
 from trueshard.train.data.formats import FORMATS
-from trueshard.train.losses import CausalLoss
+from trueshard.train.losses import loss_of
 from trueshard.train.models import kernels
 from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
@@ -78,8 +79,8 @@ def study(
         return loss_sum(model, batch) / batch["targets"].numel()
 
     train, rl, batch = config.train, config.rl, _batch_function(config)
-    loss_sum = CausalLoss(train.whole_logits)
-    model.__name__ = getattr(settings, "model_type", "model")  # for the tables of the study
+    loss_sum = loss_of(train)
+    model.__name__ = getattr(settings, "model_type", "") or "model"  # for the tables of the study
     loss: Callable[[nn.Module, Any], torch.Tensor] | None
     score: Callable[[nn.Module, Any], Any] | None
     if rl is not None:
@@ -139,7 +140,7 @@ def study(
         phases=phases,
         assumptions=assumptions,
         reasons=(_advice(phases, result.forecast.budget_bytes), *result.reasons),
-        forecast=dataclasses.replace(result.forecast, optimizer=config.optimizer.class_path.rpartition(".")[2]),
+        forecast=dataclasses.replace(result.forecast, optimizer=re.split("[.:]", config.optimizer.class_path)[-1]),
     )
 
 
@@ -300,10 +301,11 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
     if section.path is not None:  # of which the planner needs neither weights nor tokenizer
         bare = section.model_copy(update={"path": None, "config": str(section.place()), "revision": None})
         config = config.model_copy(update={"model": bare})
-    settings = architecture(config, config.tokenizer.vocab_size or 0) if section.architecture is None else None
-    settings = settings or check_settings(config, ranks)
+    has_files = section.path is not None or section.config is not None
+    settings = architecture(config, config.tokenizer.vocab_size or 0) if has_files else check_settings(config, ranks)
     node = min(ranks, ranks_per_node or named.ranks_per_node)
     result = study(config, settings, ranks, named, node, in_place=True, workers=None)
     if isinstance(result, Unplanned):
-        raise UserError(f"{config.model.config or section.architecture}: the planner cannot simulate it: {result}")
+        name = config.model.config or section.architecture or section.build
+        raise UserError(f"{name}: the planner cannot simulate it: {result}")
     return result

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +37,7 @@ FATAL = (
 """Settings whose change makes every checkpoint unloadable, also with `--override`."""
 
 
-FORM = {**dict.fromkeys(("config", "given", "identity", "architecture", "tightened"), dict), "overridden": list}
+FORM = {**dict.fromkeys(("config", "given", "identity", "architecture", "code", "tightened"), dict), "overridden": list}
 """Key of `config.json` → the kind of its value."""
 
 
@@ -75,6 +77,7 @@ def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 
         "given": config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "identity": config.identity(),
         "architecture": dict(architecture),
+        "code": code_of(config),
     }
     overridden = list(before.get("overridden", []))
     if step and before:
@@ -82,6 +85,13 @@ def write_settings(config: Config, architecture: Mapping[str, Any], step: int = 
         overridden += [{"after_step": step, **asdict(change)} for change in changes]
     kept = {"overridden": overridden, "tightened": before.get("tightened")}
     _write(config.run.folder, record | {key: value for key, value in kept.items() if value})
+
+
+def code_of(config: Config) -> dict[str, str]:
+    """Return "content of file.py" → its checksum, for each file whose code the configuration names."""
+    words = re.findall(r'"([^"]+\.py):\w+"', json.dumps(config.model_dump(mode="json")))
+    files = {words: Path(words).expanduser() for words in words}
+    return {f"content of {words}": f"{zlib.crc32(file.read_bytes()):08x}" for words, file in files.items()}
 
 
 def check_resumable(config: Config, architecture: Mapping[str, Any], override: bool = False) -> list[SettingChange]:
@@ -94,7 +104,9 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
         return []
     try:
         refused = list(_identity_changes(config, architecture, record))
-        changes = _differences("", record["config"], config.model_dump(mode="json", by_alias=True))
+        changes = list(_differences("", record["config"], config.model_dump(mode="json", by_alias=True)))
+        code = record.get("code", {})
+        changes += _differences("", code, {file: code_of(config).get(file, text) for file, text in code.items()})
         passed_over = (*QUIET, *config.identity())
         allowed = [
             change for change in changes if not any(f"{change.key}.".startswith(f"{key}.") for key in passed_over)

@@ -19,12 +19,12 @@ from trueshard.errors import UserError, one_line, warn_user, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
-from trueshard.train.callbacks import Callback
+from trueshard.train.callbacks import Callback, own_callbacks
 from trueshard.train.config import Config
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
 from trueshard.train.data.prepared import Prepared
-from trueshard.train.losses import CausalLoss, Loss, logits_of
+from trueshard.train.losses import Loss, logits_of, loss_of
 from trueshard.train.metrics import terminal
 from trueshard.train.metrics.curves import draw_result
 from trueshard.train.metrics.step_metrics import (
@@ -173,8 +173,7 @@ def _sample(config: Config, trainer: Trainer, data: Prepared) -> str:
     model.eval()
     for _ in range(section.tokens):
         context = tokens[:, -config.train.sequence_length :]
-        output = model(input_ids=context, use_cache=False)
-        logits = output.logits[0, -1, : len(tokenizer)].float().cpu()  # (vocabulary,)
+        logits = logits_of(model, {"input_ids": context})[0, -1, : len(tokenizer)].float().cpu()  # (vocabulary,)
         if section.temperature == 0:
             chosen = logits.argmax(keepdim=True)  # (1,)
         else:
@@ -218,9 +217,10 @@ def build_trainer(
     optimizer = build_optimizer(config.optimizer, model.named_parameters(), on_gpu=rests_on_gpu)
     seed_all(train.seed)  # an optimizer may draw from it, and sums are exact only if all ranks draw alike
     plan = shard(config.shard, model, optimizer)
-    fill(config, model)
+    fill(config, model, settings)
     seed_all((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
     callbacks = _reporters(ready, model, device)
+    callbacks[1:1] = own_callbacks(train.callbacks)  # behind what measures, before what writes
     loader: Any
     evaluation: Any
     loss: Loss
@@ -288,12 +288,12 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
 def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
     """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
     whole_logits = config.train.whole_logits
-    if config.data.format == "preference":
+    if config.data.format == "preference" and config.train.loss is None:
         other = reference(config, settings, model)
         return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
     if FORMATS[config.data.format].layout_of(config.data) == "packed":
         check_apart(model, device_of(sharded(model).mesh))
-    return CausalLoss(whole_logits)
+    return loss_of(config.train)
 
 
 def check_apart(model: nn.Module, device: torch.device) -> None:
@@ -324,7 +324,8 @@ def check_apart(model: nn.Module, device: torch.device) -> None:
 
 def _influences(model: nn.Module, device: torch.device) -> tuple[float, float]:
     """Return a first document's influence on the logits of the second, and the reverse (noise), of the largest one."""
-    vocabulary = int(names.unwrap(model).get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    find = getattr(names.unwrap(model), "get_input_embeddings", None)
+    vocabulary = int(find().num_embeddings) if callable(find) else 257  # the smallest that a tokenizer has
     positions = torch.arange(DOCUMENT, device=device).repeat(2).unsqueeze(0)
 
     def logits(first: int, second: int) -> torch.Tensor:
