@@ -189,7 +189,7 @@ def _transformed(records: Iterator[Record], words: str) -> Iterator[Record]:
                 continue
             if not isinstance(changed, dict):
                 raise Wrong(f"it returned a {type(changed).__name__}, neither a dict nor None")
-        yield record._replace(fields=changed)
+        yield record.of(changed, record.begin, record.more)
 
 
 def _find(section: DataSection, name: str, key: str, weight: float) -> DataSource:
