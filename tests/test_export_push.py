@@ -137,6 +137,34 @@ def test_what_is_not_sent_is_ready(folder: Path, tmp_path: Path, hub: FakeHub) -
         assert "Traceback" not in said
 
 
+@pytest.mark.rest
+def test_an_adapter_names_its_base_and_no_place_of_this_machine(folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "some-base"
+    trueshard.export(folder / "run" / "checkpoints" / "latest", base)
+    words = ("model.architecture=", "model.fields=", f"model.path={base}", "tokenizer.vocab_size=", "adapter.rank=2")
+    run(folder, *(f"--set={word}" for word in (*words, "train.steps=1", f"run.dir={tmp_path / 'run'}")))
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    trueshard.export(latest, tmp_path / "out", "adapter")
+    publishing.publish(tmp_path / "out", str(latest), NAME, "adapter", send=False, private=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "some-base"
+    assert not any(str(tmp_path) in file.read_text(errors="replace") for file in (tmp_path / "out").iterdir())
+    settings = tmp_path / "run" / "config.json"
+    record = json.loads(settings.read_text())
+    record["given"]["model"] |= {"path": "someone/base", "revision": "c" * 40}  # as of a model of the hub
+    settings.write_text(json.dumps(record))
+    publishing.publish(tmp_path / "out", str(latest), NAME, "adapter", send=False, private=False)
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["revision"]) == ("someone/base", "c" * 40)
+    assert "base_model: someone/base" in (tmp_path / "out" / "README.md").read_text()
+    hashes = table((tmp_path / "out" / "README.md").read_text(), "Hashes")
+    assert (
+        hashes["adapter_config.json"]
+        == hashlib.sha256((tmp_path / "out" / "adapter_config.json").read_bytes()).hexdigest()
+    )
+
+
 # Elsewhere
 
 

@@ -6,6 +6,7 @@ Settings and figures of the card are read from what the run itself wrote; what i
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 import trueshard
 from trueshard.checkpoint.catalogue import resolve_latest
+from trueshard.checkpoint.exporting import ADAPTER_CONFIG
 from trueshard.errors import UserError, cut_line, explained
 from trueshard.text import load_json
 from trueshard.train.config import Config
@@ -59,20 +61,27 @@ def publish(folder: Path, checkpoint: str, repository: str, form: str, *, send: 
 
 
 def card(folder: Path, checkpoint: str, repository: str, form: str) -> str:
-    """Return the model card, Markdown, of what was exported to ``folder``."""
+    """Return the model card, Markdown, of what was exported to ``folder``, where an adapter's base gets its name."""
     path = resolve_latest(checkpoint)
     found: Any = trueshard.inspect(path)
     run = Path(path).absolute().parent.parent
     given = read_settings(run).get("given") if (run / "checkpoints").is_dir() else None
     tables: dict[str, Any] = {"made": found.about, "data": {}, "metrics": {}, "plan": {}}
     recipe = base = ""
+    named, revision = None, None
     if given is not None:
         config = Config.model_validate(_public(given))
-        recipe, named = to_toml(config), config.model.path
-        base = f"\nbase_model: {named}" if named and is_hub_name(named) else ""
+        recipe, revision = to_toml(config), config.model.revision
+        named = config.model.path if is_hub_name(config.model.path or "") else None
+        base = f"\nbase_model: {named}" if named else ""
         tables["data"] = vars(read_summary(run / "data") or object)
         tables["metrics"] = next((row for row in read_metrics(run / "metrics.jsonl") if row["step"] == found.step), {})
         tables["plan"] = load_json((run / "plan.json").read_text(encoding="utf-8")).get("plan", {})
+    for file in folder.rglob(ADAPTER_CONFIG):  # whose base is where it was on this machine
+        content = load_json(file.read_text(encoding="utf-8"))
+        base_name = named or _public(content["base_model_name_or_path"])
+        changed = content | {"base_model_name_or_path": base_name, "revision": revision}
+        file.write_text(json.dumps(changed, indent=2), encoding="utf-8")
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "README.md")
     tables["hashes"] = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
     library, _, loader = LOADERS[form].split()
