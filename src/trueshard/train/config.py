@@ -304,6 +304,17 @@ class Config(Section):
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
         answers = ("chat", "completion", "instruction", "label")
+        if (held_out := self.evaluation) is not None and held_out.generate and not is_open:
+            if self.data.format not in answers or not self.data.answers_only:
+                wanted = " or ".join(f'"{name}"' for name in answers)
+                raise ValueError(
+                    f"evaluation.generate goes with data.format = {wanted}, and answers_only = true; remove it, or set that"
+                )
+            if held_out.tokens >= self.train.sequence_length:
+                raise ValueError(
+                    f"evaluation.tokens: an answer of {held_out.tokens} and its prompt do not fit into "
+                    f"train.sequence_length = {self.train.sequence_length}; lower it, or raise that"
+                )
         for key, formats in {"packing": answers, "answers_only": (*answers, "vision"), "images": ("prompt",)}.items():
             if key in self.data.model_fields_set and self.data.format in {*OWN_FORMATS} - {*formats} and not is_open:
                 words = " or ".join(f'"{name}"' for name in formats)
@@ -362,8 +373,11 @@ class Config(Section):
             )
         if self.data.format != "prompt":
             raise ValueError(f'[rl] needs prompts, and data.format is "{self.data.format}"; set it to "prompt"')
-        if self.evaluation is not None and self.evaluation.sets:
-            raise ValueError("evaluation.sets do not go with [rl], which evaluates one set; set evaluation.path")
+        for key in ("sets", "generate"):
+            if self.evaluation is not None and getattr(self.evaluation, key):
+                raise ValueError(
+                    f"evaluation.{key} does not go with [rl], which evaluates one set by its reward; remove it"
+                )
         if self.data.streaming:
             raise ValueError("data.streaming does not go with [rl], which names its prompts by number; remove it")
         if self.reward is None:

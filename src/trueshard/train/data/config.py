@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from trueshard.text import nearest
 from trueshard.train import plugins
+from trueshard.train.metrics.text_scores import METRICS
 from trueshard.train.section import Section, Text, one_of
 
 OWN_FORMATS = ("text", "chat", "preference", "vision", "prompt", "completion", "instruction", "label")
@@ -83,7 +85,7 @@ SetName = Annotated[str, Field(pattern="^[A-Za-z0-9-]+$")]
 
 
 class EvaluationSection(Section):
-    """The loss on samples that are not trained on. Left out, there is none."""
+    """The loss, and metrics of generated answers, on samples that are not trained on. Left out, there is none."""
 
     path: Text | None = None
     """Path of the samples, of the same format as the data. Left out, they are held out of the data."""
@@ -103,14 +105,34 @@ class EvaluationSection(Section):
     `checkpoints/best`. Left out: the loss, of the first set, or with `[rl]` the reward."""
     greater: bool | None = None
     """True if a greater `best` is better. Left out: yes, unless it is a loss or a perplexity."""
+    generate: Annotated[int, Field(ge=1)] | None = None
+    """Answer so many prompts of each set in each evaluation, on a whole copy of the model, with the formats "chat",
+    "completion" and "instruction": the last answer of a record is the target, and all before it the prompt."""
+    metrics: Annotated[list[Text], Field(min_length=1)] = ["exact_match", "f1"]
+    """Metrics of these answers, as `evaluation_f1` …: exact_match, f1 (SQuAD's), bleu (needs sacrebleu), rouge (needs
+    rouge-score), or "file.py:function" of your own: (answer, target, prompt) → a number, or a dict of several."""
+    tokens: Annotated[int, Field(ge=1)] = 128
+    """Tokens of such an answer, at most. Prompt and answer fit into `train.sequence_length`."""
+    batch: Annotated[int, Field(ge=1)] = 16
+    """Answers that are generated together; it does not change them beyond rounding."""
     answers: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt, whose mean reward is the evaluation; with `[rl]`."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Temperature of an evaluation's answers, with `[rl]`; 0 always takes the likeliest token."""
+    """Temperature of an evaluation's answers; 0 always takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that together have at least this probability; with `[rl]`."""
+    """Draw from the likeliest tokens that together have at least this probability."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from so many likeliest tokens; 0: from all; with `[rl]`."""
+    """Draw from so many likeliest tokens; 0: from all."""
+
+    @model_validator(mode="after")
+    def _generating(self) -> EvaluationSection:
+        for word in self.metrics:
+            if word not in METRICS and ":" not in word:
+                known = f'{", ".join(METRICS)}, or "file.py:function"'
+                raise ValueError(f"evaluation.metrics: unknown {word!r}; use {known}.{nearest(word, METRICS)}")
+        if self.generate is None and (keys := {"metrics", "tokens", "batch"} & self.model_fields_set):
+            raise ValueError(f"evaluation.{min(keys)} goes with evaluation.generate only; set that, or remove it")
+        return self
 
     @property
     def paths(self) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`samples.jsonl`: the answers of a run of reinforcement learning, one JSON object each, step by step.
+"""`samples.jsonl`: the answers of a run of reinforcement learning, or of an evaluation, one JSON object each.
 
 | key | |
 |---|---|
@@ -13,6 +13,7 @@
 | `finished` | false if it was cut at the largest number of tokens |
 | `weights_version` | optimizer steps that the weights had taken which made it |
 | `used` | false if its group was left out because all rewards are equal |
+| `set`, `target` | of an evaluation: name of the set, and the answer of the data; `reward` is the first of `parts` |
 
 The page of answers shows prompts, their answers over the steps, and what each token was worth to engine and trainer. It
 holds some megabytes: of a larger run, every n-th step (always the first and the last); if few steps are still too many
@@ -23,11 +24,12 @@ Mean rewards are of all answers to a prompt in the steps that are shown.
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +112,21 @@ def line(
     return result if trained_logprobs is None else result | {"trained_logprobs": list(trained_logprobs)}
 
 
+def pieces_of(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
+    """Return a function that returns the text of each token of an answer."""
+
+    @functools.cache
+    def piece(before: int | None, token: int) -> str:
+        """Return the text that a token adds, with the space that parts it from the one before."""
+        alone: str = tokenizer.decode([token])
+        if before is None:
+            return alone
+        both, first = tokenizer.decode([before, token]), tokenizer.decode([before])
+        return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
+
+    return lambda tokens: [piece(*pair) for pair in itertools.pairwise([None, *tokens])]
+
+
 def read_samples(path: Path) -> list[Line]:
     """Return the answers of a file, as `read_lines` reads it."""
     return [answer for _, answer in read_lines(path, answer_of)]
@@ -145,14 +162,16 @@ def markdown(answers: Sequence[Line]) -> str:
     """Return the prompt, the best and the worst of some answers to it as Markdown; the texts are literal."""
     best, worst = (choose(answers, key=lambda answer: answer["reward"]) for choose in (max, min))
     shown = [f"**Prompt {best['prompt']}**, {len(answers)} answers", _literal(best.get("prompt_text", ""))]
+    if "target" in best:
+        shown += ["**Target**", _literal(best["target"])]
     for word, answer in [("Best", best), ("Worst", worst)] if len(answers) > 1 else [("Answer", best)]:
         shown += [f"**{word}:** {_score(answer)}", _literal(answer["text"])]
     return "\n\n".join(shown)
 
 
-def _group(answer: Line) -> tuple[int, int]:
-    """Return which group of a step an answer is of: (prompt, number among those of the prompt)."""
-    return answer["prompt"], answer.get("group", 0)
+def _group(answer: Line) -> tuple[str, int, int]:
+    """Return which group of a step an answer is of: (set, prompt, number among those of the prompt)."""
+    return answer.get("set", ""), answer["prompt"], answer.get("group", 0)
 
 
 def _score(answer: Mapping[str, Any]) -> str:
@@ -196,7 +215,9 @@ def page(name: str, file: Path, places: Sequence[LineSpan]) -> str:
     """
     chosen = choose(places)
     prompts, left_out = _prompts(file, chosen)
+    scored = {prompt["score"] for prompt in prompts.values()}
     data = {
+        "score": scored.pop() if len(scored) == 1 else "reward",
         "headline": name,
         "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "steps": sorted(chosen.steps),
@@ -224,19 +245,20 @@ def choose(lines: Sequence[LineSpan], most: int = MOST) -> Chosen:
     return Chosen({step: steps[step] for step in shown}, len(numbers), room)
 
 
-def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int]]:
-    """Return the prompts by number, each with its groups, and how many answers, groups and tokens were left out."""
-    prompts: dict[int, Line] = {}
+def _prompts(file: Path, chosen: Chosen) -> tuple[dict[tuple[str, int], Line], dict[str, int]]:
+    """Return the prompts by set and number, each with its groups, and how many answers, groups and tokens were left
+    out."""
+    prompts: dict[tuple[str, int], Line] = {}
     left_out = {"answers": 0, "groups": 0, "tokens": 0}
     for step, places in chosen.steps.items():
-        groups: dict[tuple[int, int], list[Line]] = defaultdict(list)
-        sizes: dict[tuple[int, int], float] = defaultdict(float)  # bytes in the page
+        groups: dict[tuple[str, int, int], list[Line]] = defaultdict(list)
+        sizes: dict[tuple[str, int, int], float] = defaultdict(float)  # bytes in the page
         for line, place in zip(read_some(file, places), places, strict=True):
             groups[_group(line)].append(line)
             sizes[_group(line)] += SHRINKS * place.size
         used = 0.0
-        for (number, group_number), lines in groups.items():
-            shown, size = sorted(lines, key=_sortable_reward, reverse=True), sizes[number, group_number]
+        for (of_set, number, group_number), lines in groups.items():
+            shown, size = sorted(lines, key=_sortable_reward, reverse=True), sizes[of_set, number, group_number]
             if math.isfinite(chosen.bytes_a_step):
                 shown, size = [*shown[:1], *shown[1:][-1:]], size * min(1.0, 2 / len(lines))
             if used and used + size > chosen.bytes_a_step:
@@ -254,7 +276,12 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[int, Line], dict[str, int
                 "answers": [_answer(line) for line in shown],
             }
             prompt = {"number": number, "text": lines[0].get("prompt_text", ""), "groups": []}
-            prompts.setdefault(number, prompt)["groups"].append(group)
+            prompt |= {
+                "name": f"{of_set} {number}".strip(),
+                "target": lines[0].get("target"),
+                "score": _score_of(lines[0]),
+            }
+            prompts.setdefault((of_set, number), prompt)["groups"].append(group)
     return dict(sorted(prompts.items())), left_out
 
 
@@ -276,6 +303,11 @@ def _answer(line: Line) -> Line:
     }
 
 
+def _score_of(line: Line) -> str:
+    """Return what is ``reward`` in a line: the name of a metric, in an evaluation."""
+    return next(iter(line.get("parts", {})), "reward") if "target" in line else "reward"
+
+
 def _sortable_reward(line: Line) -> float:
     return float(line["reward"]) if math.isfinite(line["reward"]) else -math.inf
 
@@ -295,5 +327,6 @@ def _described(prompt: Line) -> str:
         for group in (first, last)
     ]
     text = "".join(last["answers"][0]["pieces"])
-    rewards = f"step {first['step']} to {last['step']}: mean reward {means[0]:.3f} to {means[1]:.3f}"
-    return f"prompt {prompt['number']}, {rewards}\n{prompt['text']}\n→ {text}\n"
+    rewards = f"step {first['step']} to {last['step']}: mean {prompt['score']} {means[0]:.3f} to {means[1]:.3f}"
+    target = "" if prompt["target"] is None else f"\ntarget: {prompt['target']}"
+    return f"prompt {prompt['name']}, {rewards}\n{prompt['text']}{target}\n→ {text}\n"

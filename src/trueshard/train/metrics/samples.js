@@ -2,6 +2,7 @@
 // The page around the answers: prompts, steps, the rewards of a prompt. Starts it.
 
 const SHOWN = 300;
+const worded = (text) => text.replace("reward", data.score);
 const rewards = data.prompts.flatMap((prompt) => prompt.groups.flatMap((group) => group.rewards)).filter(known);
 const RANGE = rewards.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 const mean = (values) => {
@@ -30,7 +31,7 @@ function has(prompt, words) {
   const text = (each) => each.toLowerCase().includes(words);
   const step = words.match(/^step (\d+)$/);
   if (step) return prompt.groups.some((group) => group.step === Number(step[1]));
-  return String(prompt.number) === words || text(prompt.text)
+  return String(prompt.number) === words || prompt.name.toLowerCase() === words || text(prompt.text) || text(prompt.target ?? "")
     || prompt.groups.some((group) => group.answers.some((answer) => text(answer.pieces.join(""))));
 }
 
@@ -50,7 +51,7 @@ function list() {
     element("button", { type: "button", "aria-current": String(prompt === now.prompt), onclick: () => choose(prompt) },
       element("span", { class: "words" }, prompt.text.trim().split("\n").at(-1) || "(no text)"),
       element("span", { class: "mean" }, fixed(prompt.mean)),
-      element("span", { class: "dim" }, `${prompt.number} · ${steps(prompt) === 1 ? `step ${prompt.last}` : `${steps(prompt)} steps`}`),
+      element("span", { class: "dim" }, `${prompt.name} · ${steps(prompt) === 1 ? `step ${prompt.last}` : `${steps(prompt)} steps`}`),
       spark(prompt)))));
   $("more").textContent = found.length > SHOWN ? `${number(found.length - SHOWN)} more: search for them.` : found.length ? "" : "No prompt has these words.";
 }
@@ -77,7 +78,7 @@ function drawRewards() {
   }
   const line = groups.filter((group) => !Number.isNaN(group.mean)).map((group) => `${x(group.step).toFixed(1)},${y(group.mean).toFixed(1)}`);
   if (line.length > 1) parts.push(element("path", { class: "mean", d: `M${line.join("L")}` }));
-  const words = `Rewards over the steps: mean ${fixed(groups[0].mean)} at step ${groups[0].step}, ${fixed(groups.at(-1).mean)} at step ${groups.at(-1).step}`;
+  const words = `${data.score === "reward" ? "Rewards" : data.score} over the steps: mean ${fixed(groups[0].mean)} at step ${groups[0].step}, ${fixed(groups.at(-1).mean)} at step ${groups.at(-1).step}`;
   $("rewards").replaceChildren(element("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": words }, ...parts));
   now.stepAt = (place) => groups.reduce((best, group, i) => (Math.abs(x(group.step) - place) < Math.abs(x(groups[best].step) - place) ? i : best), 0);
 }
@@ -93,10 +94,12 @@ function counted(values) {
 function choose(prompt) {
   const step = now.prompt.groups[now.index].step;
   now.prompt = prompt;
-  $("prompt-title").textContent = `Prompt ${prompt.number}`;
-  $("prompt-mean").textContent = `mean reward ${fixed(prompt.mean)}`;
+  $("prompt-title").textContent = `Prompt ${prompt.name}`;
+  $("prompt-mean").textContent = worded(`mean reward ${fixed(prompt.mean)}`);
   $("prompt-text").textContent = prompt.text;
   $("prompt-text").hidden = !prompt.text;
+  $("target").textContent = prompt.target ?? "";
+  $("target").hidden = $("target-title").hidden = prompt.target === null;
   $("step").max = prompt.groups.length - 1;
   $("steps").hidden = $("rewards").hidden = prompt.groups.length < 2;
   for (const button of $("list").querySelectorAll("[aria-current=true]")) button.setAttribute("aria-current", "false");
@@ -116,7 +119,7 @@ function go(index) {
   [$("before").disabled, $("after").disabled] = [now.index === 0, now.index === groups.length - 1];
   $("step-words").textContent = `step ${number(group.step)} of ${number(data.steps.at(-1))}${which}`;
   $("answers-title").textContent = `Answers at step ${number(group.step)}${which}`;
-  const said = [`${count} answer${count === 1 ? "" : "s"}`, `mean reward ${fixed(group.mean)}`];
+  const said = [`${count} answer${count === 1 ? "" : "s"}`, worded(`mean reward ${fixed(group.mean)}`)];
   if (group.answers.length < count) said.push(`${group.answers.length} shown`);
   if (known(group.version) && group.version !== group.step - 1) said.push(`weights after step ${number(group.version)}`);
   $("group").replaceChildren(
@@ -163,6 +166,7 @@ function start() {
     radio.addEventListener("change", () => shade(radio.value));
     if (radio.value === "mismatch" && most < 0) radio.parentElement.hidden = true;
   }
+  for (const option of $("order").options) option.textContent = worded(option.textContent);
   $("search").addEventListener("input", list);
   $("order").addEventListener("change", list);
   $("step").addEventListener("input", () => go(Number($("step").value)));

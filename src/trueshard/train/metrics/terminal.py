@@ -30,7 +30,7 @@ MEANINGS = {
     "metrics.jsonl": "loss, gradient norm, learning rate, tokens/s and more of each step",
     "loss.png": "the loss curve",
     "reward.png": "the reward curve",
-    "samples.jsonl": "every answer, with its reward and the log-probability of each token",
+    "samples.jsonl": "answers, with their rewards or metrics and the log-probability of each token",
     "samples.html": "the answers, to look through in a browser",
     "sample.txt": "the sampled continuation",
     "config.json": "the settings of the run",

@@ -229,18 +229,18 @@ def reward_of(value: Any, function: Function) -> tuple[float, dict[str, float]]:
     if value is None and function.form == "trl":  # it has none for this sample
         return math.nan, {}
     if not isinstance(value, Mapping):
-        return _number("it returned", value), {}
+        return number("it returned", value), {}
     key = _TOTAL.get(function.form, "reward")
     if key not in value:
         raise Wrong(f'it returned a dict without "{key}", but with {", ".join(map(repr, value)) or "nothing"}')
     # verl's functions return texts, too, such as the answer that they found.
     left_out = (type(None), str, list) if function.form in ("verl", "verl_batch") else type(None)
     others = {str(name): part for name, part in value.items() if name != key and not isinstance(part, left_out)}
-    parts = {name: _number(f'in its dict "{name}" is', part) for name, part in others.items()}
-    return _number(f'in its dict "{key}" is', value[key]), parts
+    parts = {name: number(f'in its dict "{name}" is', part) for name, part in others.items()}
+    return number(f'in its dict "{key}" is', value[key]), parts
 
 
-def _number(says: str, value: Any) -> float:
+def number(says: str, value: Any) -> float:
     """Return a number of Python, numpy or torch as a float; raise `Wrong` if it is none, or not finite."""
     try:
         number = float(math.nan if isinstance(value, (str, bytes)) else value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from trueshard.train.data.batches import Mixture, Samples
 from trueshard.train.data.config import EvaluationSection
 from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
-from trueshard.train.metrics.answers import SamplesWriter, line
+from trueshard.train.metrics.answers import SamplesWriter, line, pieces_of
 from trueshard.train.metrics.trackers import Tracking
 from trueshard.train.models.build import reference
 from trueshard.train.rl.engine import import_continuous
@@ -147,20 +146,10 @@ def lines(rollouts: Rollouts, trained: Mapping[int, list[float]]) -> list[dict[s
     tokenizer = rollouts.sampler.encoder.tokenizer
     of_last = {id(sample): trained[place] for place, sample in enumerate(rollouts.minibatch) if place in trained}
 
-    @functools.cache
-    def piece(before: int | None, token: int) -> str:
-        """Return the text that a token adds, with the space that parts it from the one before."""
-        alone: str = tokenizer.decode([token])
-        if before is None:
-            return alone
-        both, first = tokenizer.decode([before, token]), tokenizer.decode([before])
-        return str(both.removeprefix(first)) if both.startswith(first) and both != first else alone
-
-    prompt_text = functools.cache(lambda *tokens: tokenizer.decode(list(tokens)))
+    prompt_text, pieces = functools.cache(lambda *tokens: tokenizer.decode(list(tokens))), pieces_of(tokenizer)
     result = []
     for sample in rollouts.current.samples:
-        pieces = [piece(*pair) for pair in itertools.pairwise([None, *sample.tokens])]
         trained_logprobs = sample.old_logprobs or of_last.get(id(sample))
-        of_sample = line(sample, prompt_text(*sample.asked), pieces, trained_logprobs)
+        of_sample = line(sample, prompt_text(*sample.asked), pieces(sample.tokens), trained_logprobs)
         result.append(of_sample | {"group": sample.sample // rollouts.rl.samples})
     return result

@@ -54,6 +54,12 @@ class PromptEncoder:
         ids = self._process([text], [prompt], "left")["input_ids"][0].tolist() if self.has_images else self._ids(text)
         return Prompt(number, ids, record, where, prompt)
 
+    def text(self, ids: Sequence[int], finished: bool) -> str:
+        """Return tokens as text, without the special token that ended them; any other one is part of the answer."""
+        decode, last = self.tokenizer.decode, ids[-1:]
+        is_special = decode(last) != decode(last, skip_special_tokens=True)
+        return str(decode(ids[:-1] if finished and is_special else ids))
+
     def plain(self, messages: Messages) -> list[int]:
         """Return the tokens of messages in a conversation that began with plain text: their contents as they are."""
         text = "".join(str(message["content"]) for message in messages)
@@ -255,7 +261,7 @@ class Sampler:
             answers = self.engine.generate(requests, pending.sampling) if requests else []
             texts: dict[Name, str | None] = dict.fromkeys(turns)
             for episode, answer in zip(speaking, answers, strict=True):
-                texts[episode.sample.name] = text = self._text(answer.ids, answer.finished)
+                texts[episode.sample.name] = text = self.encoder.text(answer.ids, answer.finished)
                 self._add(episode.sample, answer)
                 episode.messages.append({"role": "assistant", "content": text})
             for name in turns:
@@ -312,19 +318,13 @@ class Sampler:
                 self._take(episode.sample, episode.prompt, turn)
         return result
 
-    def _text(self, ids: Sequence[int], finished: bool) -> str:
-        """Return tokens as text, without the special token that ended them; any other one is part of the answer."""
-        decode, last = self.encoder.tokenizer.decode, ids[-1:]
-        is_special = decode(last) != decode(last, skip_special_tokens=True)
-        return str(decode(ids[:-1] if finished and is_special else ids))
-
     def _add(self, sample: Sample, answer: Answer) -> None:
         """Add the tokens of an answer to a sample."""
         sample.tokens += answer.ids
         sample.logprobs += answer.logprobs
         sample.own += [True] * len(answer.ids)
         sample.finished = answer.finished
-        sample.text = self._text(sample.tokens, answer.finished)
+        sample.text = self.encoder.text(sample.tokens, answer.finished)
 
 
 def means(samples: Sequence[Sample]) -> dict[str, float]:

@@ -25,11 +25,12 @@ from trueshard.checkpoint.snapshots import newest_parts
 from trueshard.errors import UserError, explained, one_line, written_to
 from trueshard.files import locked, making
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
+from trueshard.text import nearest
 from trueshard.train.callbacks import Callback
 from trueshard.train.config import Config
 from trueshard.train.data.prepared import Prepared, prepare
 from trueshard.train.data.tokenizer import load_processor, load_tokenizer
-from trueshard.train.evaluation import is_greater_better
+from trueshard.train.evaluation import is_greater_better, named
 from trueshard.train.losses import loss_of
 from trueshard.train.metrics.trackers import trackers
 from trueshard.train.models import kernels
@@ -91,17 +92,33 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     changes = resuming.check_resumable(config, plain_settings(settings), override) if begun else []
     with written_to(folder):
         data = prepare(config, frozen=begun or not make, make=make)
-    if config.rl is not None and make:
-        from trueshard.train.rl.run import check_parts
-
+    if make:
         try:
-            check_parts(config, data)
+            _check_parts(config, data)
         except UserError:
             if is_new:
                 shutil.rmtree(data.folder, ignore_errors=True)
             raise
     steps = config.train.steps or steps_of_epochs(config, len(data))
     return Ready(config, settings, data, saved[-1] if saved else 0, steps, changes)
+
+
+def _check_parts(config: Config, data: Prepared) -> None:
+    """Raise `UserError` for a reward, a loss or a metric that is wrong, before a model is built."""
+    if config.rl is not None:
+        from trueshard.train.rl.run import check_parts
+
+        check_parts(config, data)
+    elif (section := config.evaluation) is not None:
+        of_loss = ("loss",) if config.data.format == "preference" else ("loss", "perplexity")
+        known = [named(name, metric) for name in data.evaluation for metric in of_loss]
+        if section.generate is not None:
+            from trueshard.train.generation import check_answers
+
+            known += check_answers(config, data)
+        if section.best is not None and section.best not in known:
+            near = nearest(section.best, known)
+            raise UserError(f"evaluation.best: there is no {section.best!r}; use one of {', '.join(known)}.{near}")
 
 
 def steps_of_epochs(config: Config, samples: int) -> int:

@@ -227,6 +227,13 @@ def build_trainer(
     if config.rl is None:
         loss = choose_loss(config, settings, model)
         loader, evaluation = _loaders(config, data, model, device)
+        if config.evaluation is not None and config.evaluation.generate is not None:
+            from trueshard.train.generation import GeneratedAnswers
+
+            tracking = next((reporter for reporter in callbacks if isinstance(reporter, Tracking)), None)
+            answers = GeneratedAnswers(config, data, model, tracking)
+            evaluation["(answers)"] = answers  # no set has such a name
+            callbacks.append(answers)
     else:
         from trueshard.train.rl import run
 
@@ -350,7 +357,7 @@ def loader_of(config: Config, data: Prepared, **here: Any) -> Loader:
 
 def _loaders(
     config: Config, data: Prepared, model: nn.Module, device: torch.device
-) -> tuple[Loader, dict[str, EvaluationLoader] | None]:
+) -> tuple[Loader, dict[str, Any] | None]:
     train, (rank, ranks) = config.train, sharded(model).axes.reader
     here: dict[str, Any] = {"rank": rank, "ranks": ranks, "device": device}
     loader = loader_of(config, data, prefetch=config.data.prefetch, **here)
