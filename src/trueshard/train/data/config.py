@@ -107,7 +107,7 @@ class EvaluationSection(Section):
     """True if a greater `best` is better. Left out: yes, unless it is a loss or a perplexity."""
     generate: Annotated[int, Field(ge=1)] | None = None
     """Answer so many prompts of each set in each evaluation, on a whole copy of the model, with the formats "chat",
-    "completion" and "instruction": the last answer of a record is the target, and all before it the prompt."""
+    "completion", "instruction" and "label": the last answer of a record is the target, and all before it the prompt."""
     metrics: Annotated[list[Text], Field(min_length=1)] = ["exact_match", "f1"]
     """Metrics of these answers, as `evaluation_f1` …: exact_match, f1 (SQuAD's), bleu (needs sacrebleu), rouge (needs
     rouge-score), or "file.py:function" of your own: (answer, target, prompt) → a number, or a dict of several."""
