@@ -308,7 +308,7 @@ class Config(Section):
             if self.data.format not in answers or not self.data.answers_only:
                 wanted = " or ".join(f'"{name}"' for name in answers)
                 raise ValueError(
-                    f"evaluation.generate goes with data.format = {wanted} and answers_only = true; remove it, or set them"
+                    f"evaluation.generate goes with data.format = {wanted} and answers_only = true; remove it"
                 )
             if held_out.tokens >= self.train.sequence_length:
                 raise ValueError(
