@@ -40,9 +40,9 @@ from trueshard.train.parse import fields, load_config
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "coming_from"
 RANKS = {"torchtitan.toml": 8, "deepspeed.json": 8, "composer.yaml": 8, "training_arguments.json": 8, "trl.yaml": 4}
-RANKS |= {"torchtune.yaml": 8}
+RANKS |= {"axolotl.yaml": 8, "torchtune.yaml": 8}
 EXAMPLE_FILES = ["accelerate.yaml", "composer.yaml", "fsdp.env", "torchtitan.toml", "training_arguments.json"]
-EXAMPLE_FILES += ["deepspeed.json", "easyr1.yaml", "verl.yaml", "trl.yaml", "torchtune.yaml"]
+EXAMPLE_FILES += ["deepspeed.json", "easyr1.yaml", "verl.yaml", "trl.yaml", "axolotl.yaml", "torchtune.yaml"]
 KNOWN = {source.name: set(source.index) for source in FRAMEWORKS}
 RULES = {source.name: source.index for source in FRAMEWORKS}
 PLACEHOLDERS = {
@@ -212,9 +212,10 @@ def test_each_key_that_a_rule_names_is_one_of_ours(source: Framework) -> None:
 VALUES: list[Any] = [True, 2, "2", 0.5, -1, "1ep", {}, {"min_lr_rate": 0.1}]
 VALUES += ["none", "no", "never", "full_shard", "FSDP", "NO_WRAP", "BACKWARD_PRE", "PURE", "selective", "op"]
 VALUES += ["adamw_torch", "AdamW", "linear", "steps", "float32", "amp_bf16", "inductor"]
-VALUES += [512, "grpo", "k1", "gspo", "token", "token-mean", "cosine", [0.9, 0.999], ["a"], [{"path": "a"}]]
+VALUES += [512, "drop", "grpo", "k1", "gspo", "token", "token-mean", "cosine", [0.9, 0.999], ["a"], [{"path": "a"}]]
 VALUES += [{"name": "decoupled_adamw"}, {"name": "cosine_with_warmup"}]
 AS_ANOTHER = {"composer": ("parallelism_config.fsdp2.", "fsdp_config."), "hf": ("evaluation_strategy",)}
+AS_ANOTHER |= {"axolotl": ("evaluation_strategy", "fsdp_config.fsdp_")}
 """Keys with the rules of others, under whose name they are told."""
 
 

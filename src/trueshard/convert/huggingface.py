@@ -12,7 +12,7 @@ from collections.abc import Set
 from typing import Any
 
 from trueshard.convert.engine import NOT_ASKED, Draft, Wrong, boolean, integer, number, positive, table
-from trueshard.convert.shared import batch
+from trueshard.convert.shared import batch, join
 from trueshard.convert.shared import recompute as recompute_blocks
 
 
@@ -47,7 +47,7 @@ def fsdp(draft: Draft, key: str, value: Any) -> None:
 
 def warmup(draft: Draft, key: str, value: Any) -> None:
     """Read `warmup_steps`, a number or a share of the steps; or `warmup_ratio`, as it was called."""
-    ratio, kind = number(value or 0), str(draft.get("lr_scheduler_type")).lower()
+    ratio, kind = number(value or 0), str(draft.get("lr_scheduler_type", draft.get("lr_scheduler"))).lower()
     if ratio and kind in ("constant", "reduce_lr_on_plateau"):
         draft.tell(key, "none", f"{kind} has no warm-up, there either")
     elif key == "warmup_ratio" and (draft.get("warmup_steps") or not ratio):
@@ -88,7 +88,8 @@ def schedule(draft: Draft, key: str, value: Any) -> None:
         else:
             draft.tell(kwargs, "none" if more else "always", f"part of {kind}", value=more)
         return
-    final = _final(draft, kind, more)
+    least = next((number(draft.get(name)) for name in draft.rules[key].beside if draft.get(name) is not None), None)
+    final = _final(draft, kind, more) if least is None else least
     if kind == "polynomial" and number(more.pop("power", 1.0)) != 1:
         note = "falls in a line; a power has no equivalent"
     if kind == "warmup_stable_decay":
@@ -114,6 +115,16 @@ def _final(draft: Draft, kind: str, more: dict[str, Any]) -> float:
         if name in more and (name != "min_lr" or lr):
             return number(more.pop(name)) / (lr if name == "min_lr" else 1)
     return number(more.pop("lr_end", 1e-7)) / lr if kind == "polynomial" and lr else 0.0
+
+
+def of_adam(draft: Draft, key: str, value: Any) -> None:
+    """Read betas, or eps, which only Adam and its kin have."""
+    if not draft.tree.get("optimizer.class", "Adam").endswith(("Adam", "AdamW")):
+        draft.tell(key, "always", "not looked at with another optimizer")
+    elif draft.rules[key].beside:
+        join(draft, key, value)
+    else:
+        draft.put(draft.rules[key].becomes, number(value), key)
 
 
 def recompute(draft: Draft, key: str, value: Any) -> None:

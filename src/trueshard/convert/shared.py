@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trueshard.convert.engine import Draft, Wrong, integer, names, number, positive
+from trueshard.convert.engine import Draft, Wrong, boolean, integer, names, number, positive
 from trueshard.plans import SHORT_DTYPES
 
 # FSDP's words, which Accelerate, transformers and PEFT pass on under several names.
@@ -234,12 +234,25 @@ def mix(
     elif sources:
         draft.put("data.sources", sources, key)
     if len(formats) > 1:
-        draft.tell(key, "none", "the sources of a run have one format: save them in one, and set data.format")
+        draft.tell(key, "always", "the first record of each file tells its format")
     for word in formats if len(formats) == 1 else ():
         if word is not None:
             draft.put("data.format", word, key)
     if lost:
-        draft.tell(key, "none", f"a source is a path and a weight: {', '.join(sorted(lost))} lost; save it as a file")
+        draft.tell(key, "none", f"{', '.join(sorted(lost))} lost: a source is a path and a weight; save it as a file")
+
+
+def of_answers(draft: Draft, packed: str, whole: str, default: bool = False) -> None:
+    """Set whether conversations share a sequence, and whether their answers alone count, by two keys of theirs.
+
+    ``default``: of ``whole``, the switch for prompts that count.
+    """
+    for key, ours, value in ((packed, "data.packing", False), (whole, "data.answers_only", default)):
+        value = boolean(draft.get(key, value))
+        if draft.tree.get("data.format") in ("chat", "completion", "instruction"):
+            draft.put(ours, value == (key == packed), key, given=value)
+        else:
+            draft.tell(key, "always", "of effect with conversations")
 
 
 # Batch sizes, which several keys decide together.

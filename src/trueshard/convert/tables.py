@@ -23,6 +23,7 @@ why, their default). Every other key, or several alike, has a `[[rule]]`:
   gradients of microbatches add up, `with` = a key that must be 2 for that.
 - `[new]`: a new file: its `name`, its `text` in YAML's flow style, the command to `start` it, and where models are of
   their own, `models`: ours, family and flavor.
+- `take` = another framework, whose rules count for `keys`, where the conditions of `when` hold.
 - `include` = such a table in `shared.toml` or in this file, its keys with a prefix (the first one is shown as `shown`),
   under other `names`, or in capitals (`upper`).
 """
@@ -116,6 +117,11 @@ def _inherited(tree: Mapping[str, Any], own: Sequence[Rule]) -> Iterator[Rule]:
 def _rows(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the rules of a table, with those it includes in their place, and its verdicts after them."""
     for row in tree["rule"]:
+        if "take" in row:
+            for taken in _rows(table(row["take"])):
+                if keys := [key for key in taken["keys"] if key in row["keys"]]:
+                    yield {**taken, "keys": keys, "when": taken.get("when", {}) | row.get("when", {})}
+            continue
         if "include" not in row:
             yield {**row, "keys": _listed(row["keys"])}
             continue
@@ -153,7 +159,7 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     for exception in row.get("unless", ()):
         listed |= {plain(value): ("none", _text(exception["none"])) for value in exception["of"]}
     more: dict[str, Any] = {name: tuple(row[name]) for name in ("keys", "needs", "beside") if name in row}
-    more |= {name: row[name] for name in ("default", "last", "otherwise") if name in row}
+    more |= {name: _text(row[name]) for name in ("default", "last", "otherwise") if name in row}
     function = {"function": row.get("function"), "later": "later"}.get(kind)
     return Rule(
         becomes=becomes,
@@ -207,7 +213,7 @@ def _listed(value: Any) -> list[Any]:
 FILES = tuple(
     framework(name)
     for name in (
-        *("accelerate", "torchtitan", "torchtune", "deepspeed", "composer", "huggingface"),
+        *("accelerate", "axolotl", "torchtitan", "torchtune", "deepspeed", "composer", "huggingface"),
         *("easyr1", "verl", "trl"),
     )
 )

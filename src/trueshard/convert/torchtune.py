@@ -10,15 +10,12 @@ import re
 from collections.abc import Set
 from typing import Any
 
-from trueshard.convert import reinforcement
-from trueshard.convert.engine import Draft, boolean, checked, integer, names, number, positive, table, text
-from trueshard.convert.shared import batch, followed, mix
+from trueshard.convert.engine import Draft, boolean, checked, names, number, positive, table, text
+from trueshard.convert.shared import batch, followed, mix, of_answers
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 OF_PHI = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(MLP[:2], "gate_up_proj")
 """Projections that are one matrix in phi's own weights."""
-OF_ANSWERS = ("chat", "completion", "instruction")
-"""Formats whose conversations may share a sequence, and of which the answers alone may count."""
 
 
 def prepare(tree: dict[str, Any], sections: Set[str]) -> dict[str, Any]:
@@ -123,34 +120,8 @@ def finish(draft: Draft) -> None:
     batch(draft, "batch_size", "gradient_accumulation_steps")
     if not any(key.startswith("lr_scheduler.") for key in draft.given):
         draft.put("schedule.decay", "constant", "lr_scheduler._component_", given="none")
-    _reinforcement(draft)
-    packed, whole = "dataset.packed", "dataset.train_on_input"
     is_alpaca = str(draft.get("dataset._component_")).startswith("alpaca")
-    values = {packed: boolean(draft.get(packed, False)), whole: boolean(draft.get(whole, is_alpaca))}
-    for key, ours, value in ((packed, "data.packing", values[packed]), (whole, "data.answers_only", not values[whole])):
-        if draft.tree.get("data.format") in OF_ANSWERS:
-            draft.put(ours, value, key, given=values[key])
-        else:
-            draft.tell(key, "always", "of effect with conversations")
+    of_answers(draft, "dataset.packed", "dataset.train_on_input", is_alpaca)
     if "evaluation.every" in draft.tree and "evaluation.fraction" not in draft.tree:
         draft.ask("evaluation.path", '"path/to/held_out"', "left out, a part of the data is held out")
     draft.ask("train.sequence_length", "2048", "tokens of the longest sample, without bound there")
-
-
-def _reinforcement(draft: Draft) -> None:
-    """Set `[rl]` of the development recipes of GRPO, whose batches count prompts."""
-    key, clip, divergence = "grpo_samples", "loss.epsilon", "loss.kl_coeff"
-    if draft.get(key) is None:
-        for other in (clip, divergence):
-            draft.tell(other, "none", "a loss that is not there")
-        return
-    of_prompt = reinforcement.samples(draft, key)
-    if "train.batch_size" in draft.tree:
-        draft.tree["train.batch_size"] *= of_prompt
-        draft.origins["train.batch_size"] += f" × {of_prompt} answers"
-    else:
-        example, what = draft.asked["train.batch_size"]
-        draft.asked["train.batch_size"] = (str(integer(example) * of_prompt), f"{what} × {of_prompt} answers")
-    draft.put("rl.clip", [number(draft.get(clip, 0.1))] * 2, clip)
-    draft.put("rl.kl", number(draft.get(divergence, 0.1)), divergence)
-    reinforcement.start(draft, "dataset._component_")

@@ -168,16 +168,8 @@ def finish(draft: Draft) -> None:
     """Set what several keys decide: batches, length, evaluation; and ask for what a script says."""
     evaluation(draft)
     batch(draft, EACH, ACCUMULATED)
-    draft.tree["rl.skip_equal"] = False
-    draft.origins["rl.skip_equal"] = "as there: every group stays"
-    of_prompt = reinforcement.samples(draft, "num_generations")
-    if example := draft.asked.get("train.batch_size"):
-        multiple = math.lcm(int(example[0]), of_prompt)
-        draft.asked["train.batch_size"] = (str(multiple), f"{example[1]}; a multiple of rl.samples")
-    reinforcement.soft(draft, str(draft.get("loss_type")).lower(), "sapo_temperature_pos", "sapo_temperature_neg")
-    _updates(draft)
     _length(draft)
-    reinforcement.evaluate_as_trained(draft, EVALUATION)
+    policy(draft, EACH, ACCUMULATED)
     if "evaluation.every" in draft.tree:
         split = draft.get("dataset_test_split") or "test"
         what = f"the split {split!r} as a file; left out, a part of the data is held out"
@@ -185,6 +177,19 @@ def finish(draft: Draft) -> None:
     if boolean(draft.get("use_peft") or False):
         what = "what PEFT takes for your model; left out, all linear layers"
         draft.ask("adapter.targets", '["q_proj", "v_proj"]', what)
+
+
+def policy(draft: Draft, each: str, accumulated: str) -> None:
+    """Set `[rl]`, once the batch is set from their keys for the answers of a rank and its microbatches."""
+    draft.tree["rl.skip_equal"] = False
+    draft.origins["rl.skip_equal"] = "as there: every group stays"
+    of_prompt = reinforcement.samples(draft, "num_generations")
+    if example := draft.asked.get("train.batch_size"):
+        multiple = math.lcm(int(example[0]), of_prompt)
+        draft.asked["train.batch_size"] = (str(multiple), f"{example[1]}; a multiple of rl.samples")
+    reinforcement.soft(draft, str(draft.get("loss_type")).lower(), "sapo_temperature_pos", "sapo_temperature_neg")
+    _updates(draft, each, accumulated)
+    reinforcement.evaluate_as_trained(draft, EVALUATION)
     reinforcement.start(draft, "dataset_name")
 
 
@@ -199,13 +204,13 @@ def _length(draft: Draft) -> None:
         draft.put("train.sequence_length", prompt + answer, key, f"{prompt} + {answer}", given=prompt)
 
 
-def _updates(draft: Draft) -> None:
+def _updates(draft: Draft, each: str, accumulation: str) -> None:
     """Set `rl.updates`: optimizer steps on what is generated at a time."""
     if None not in (draft.get(GENERATED), draft.get(PER_GENERATION)):
         raise Wrong(f"{GENERATED} and {PER_GENERATION} say the same; keep one")
     key, other = (PER_GENERATION, GENERATED) if draft.get(GENERATED) is None else (GENERATED, PER_GENERATION)
     draft.tell(other, "always", "not given")
-    accumulated, rest = positive(draft.get(ACCUMULATED) or 1), 0
+    accumulated, rest = positive(draft.get(accumulation) or 1), 0
     if key == PER_GENERATION:
         microbatches = draft.count(key, accumulated)
     elif draft.ranks is None:
@@ -213,7 +218,7 @@ def _updates(draft: Draft) -> None:
         draft.tell(key, "set", NEEDS_RANKS, "rl.updates")
         return
     else:
-        microbatches, rest = divmod(draft.count(key), draft.count(EACH) * draft.ranks)
+        microbatches, rest = divmod(draft.count(key), draft.count(each) * draft.ranks)
     if rest or microbatches % accumulated:
-        raise Wrong(f"{key} = {draft.get(key)} is no multiple of the batch of a step; change {ACCUMULATED}")
-    draft.put("rl.updates", microbatches // accumulated, key, f"/ {ACCUMULATED}")
+        raise Wrong(f"{key} = {draft.get(key)} is no multiple of the batch of a step; change {accumulation}")
+    draft.put("rl.updates", microbatches // accumulated, key, f"/ {accumulation}")

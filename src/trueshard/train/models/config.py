@@ -136,8 +136,9 @@ class AdapterSection(Section):
     """The update is scaled by `alpha / rank`."""
     dropout: Fraction = 0.0
     """Dropout of the adapter's input."""
-    targets: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
-    """Layers with an adapter: all linear ones but the head, or ends of module names such as "q_proj"."""
+    targets: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Layers with an adapter: all linear ones but the head, ends of module names such as "q_proj", or a regular
+    expression over whole names."""
     save_modules: list[Text] = []
     """Modules that are trained in full besides the adapter, such as "lm_head"."""
     arguments: dict[str, Any] = {}
