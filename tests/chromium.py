@@ -109,11 +109,12 @@ class Page:
                 return answer["result"]  # type: ignore[no-any-return]
             self._collect(answer)
 
-    def open(self, file: Path) -> None:
-        """Show a file; returns when it is drawn."""
-        self.call("Page.navigate", url=file.as_uri())
+    def open(self, page: Path | str) -> None:
+        """Show a file, or what a server gives; returns when it is drawn."""
+        address = page if isinstance(page, str) else page.as_uri()
+        self.call("Page.navigate", url=address)
         deadline = time.monotonic() + 30
-        while self.run("document.readyState + location.protocol") != "completefile:":
+        while self.run("document.readyState + location.href") != f"complete{address}":
             assert time.monotonic() < deadline, "the page does not load"
         self.settle()
 

@@ -120,6 +120,19 @@ def plot(
         print(path)
 
 
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, also of runs that have not begun.", metavar="RUN…")],
+    page: Annotated[bool, typer.Option("--page", help="Serve a page of them on 127.0.0.1, too.")] = False,
+    port: Annotated[
+        int | None, typer.Option(help="Of the page; left out: a free one.", metavar="N", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Show runs while they go on: loss, speed, memory, answers, incidents, the log; until Ctrl-C. Writes nothing."""
+    from trueshard.train.metrics.watch import watch as show
+
+    show(runs, port or 0 if page or port else None)
+
+
 def convert(
     file: Annotated[Path | None, typer.Argument(help="A configuration of another framework.", metavar="[FILE]")] = None,
     source: Annotated[
@@ -162,11 +175,13 @@ def _run(
     """Launch a training run or, where a launcher has started this process, join it as a worker."""
     from trueshard.train.parse import load_config
     from trueshard.train.run.launcher import start
+    from trueshard.train.run.log import logged
 
     flags = [f"--{name}" for name, is_set in (("profile", profile), ("override", override)) if is_set]
     command = ["train", str(path), *(f"--set={text}" for text in overrides), *flags]
     config = load_config(path, overrides)
-    code = start(config, command, nproc=nproc, cpu_processes=cpu_processes, profile=profile, override=override)
+    with logged(config.run.folder):
+        code = start(config, command, nproc=nproc, cpu_processes=cpu_processes, profile=profile, override=override)
     raise typer.Exit(code)
 
 
@@ -258,7 +273,7 @@ def doctor(
 app.command()(train)
 for name, command in planning.COMMANDS.items():
     app.command(name)(command)
-for command in (verify, doctor, plot, replay, convert, demo):
+for command in (verify, doctor, plot, watch, replay, convert, demo):
     app.command()(command)
 
 

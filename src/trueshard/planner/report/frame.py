@@ -15,7 +15,7 @@ _SHARED = "trueshard.planner.report"
 """Package of what all pages share: colours, tables, switches, and small parts of drawing."""
 
 
-def framed(title: str, text: str, data: Any, package: str, *files: str) -> str:
+def framed(title: str, text: str, data: Any, package: str, *files: str, is_served: bool = False) -> str:
     """Return a page.
 
     Args:
@@ -24,6 +24,7 @@ def framed(title: str, text: str, data: Any, package: str, *files: str) -> str:
         data: drawn by the scripts: plain data, finite numbers only.
         package: the one that holds ``files``.
         files: the content of `<main>` as HTML, then CSS and JavaScript beyond the shared ones; scripts run in order.
+        is_served: it may ask the server that it comes from, and nobody else.
     """
     plain = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -32,6 +33,7 @@ def framed(title: str, text: str, data: Any, package: str, *files: str) -> str:
 
     return Template(_text(_SHARED, "frame.html")).substitute(
         title=html.escape(title),
+        connect="; connect-src 'self'" if is_served else "",
         text=html.escape(text),
         style="".join([_text(_SHARED, "page.css"), *local(".css")]),
         main="".join(local(".html")),

@@ -12,7 +12,7 @@ import io
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -315,17 +315,21 @@ def plot(runs: Sequence[Path], out: Path | None = None) -> list[Path]:
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
     """Read runs, each named by its path below the folder of all. Raises `UserError` for a wrong one."""
-    files = [_file(path) for path in paths]
-    twice = next((path for i, path in enumerate(paths) if files[i] in files[:i]), None)
-    if twice is not None:
-        raise UserError(f"{twice} is given twice; leave one out")
-    common, runs = os.path.commonpath([file.parents[1] for file in files]), []
-    for path, file in zip(paths, files, strict=True):
+    runs = []
+    for path, (name, file) in zip(paths, named([_file(path) for path in paths]), strict=True):
         records = read_metrics(file)
         if not records:
             raise UserError(f"{path} has taken no step yet; try again when it has")
-        runs.append(RunRecords(file.parent.relative_to(common).as_posix(), records))
+        runs.append(RunRecords(name, records))
     return runs
+
+
+def named(files: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Name the files of runs by their folders, below that of all. Raises `UserError` for one that is given twice."""
+    if twice := [file for i, file in enumerate(files) if file in files[:i]]:
+        raise UserError(f"{twice[0].parent} is given twice; leave one out")
+    common = os.path.commonpath([file.parents[1] for file in files])
+    return [(file.parent.relative_to(common).as_posix(), file) for file in files]
 
 
 def _file(path: Path) -> Path:
@@ -341,26 +345,32 @@ def _file(path: Path) -> Path:
     return file / NAME if file.is_dir() else file
 
 
-def page(runs: Sequence[RunRecords]) -> str:
-    """Return the page."""
-    headline = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    data = {
-        "headline": headline,
+def page(runs: Sequence[RunRecords], live: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the page; ``live``: what a page that is served has of each run beyond its curves."""
+    data = page_data(runs, live)
+    text = "\n".join(f"{run.name}: {final_line(run.records)}" for run in runs)
+    files = ("curves.html", "curves.css", "curves_chart.js", "curves.js")
+    return framed(data["headline"], text, data, __package__, *files, is_served=bool(live))
+
+
+def page_data(runs: Sequence[RunRecords], live: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return what the page draws, as plain data."""
+    return {
+        "headline": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "drawn": f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}",
         "half_life": half_life(runs),
         "tokens": all("tokens" in record for run in runs for record in run.records if record["step"]),
         "panels": [{**asdict(panel), "note": panel.note} for panel in shown_panels(runs)],
-        "runs": [_run(run) for run in runs],
+        "live": bool(live),
+        "runs": [_run(run) | dict(more) for run, more in zip(runs, live or [{}] * len(runs), strict=True)],
     }
-    text = "\n".join(f"{run.name}: {final_line(run.records)}" for run in runs)
-    return framed(headline, text, data, __package__, "curves.html", "curves.css", "curves_chart.js", "curves.js")
 
 
 def _run(run: RunRecords) -> dict[str, Any]:
     keys = {key for panel in PANELS for key in (panel.key, panel.dashed, panel.band)}
     curves = {key: points for key in keys if (points := curve(run.records, key)) is not None}
     bests = {"evaluation_loss": np.nanmin, "evaluation_reward": np.nanmax}
-    rewarded, last = has_reward(run.records), run.records[-1]
+    rewarded, last = has_reward(run.records), run.records[-1] if run.records else {"step": 0}
     return {
         "name": run.name,
         "steps": last["step"],

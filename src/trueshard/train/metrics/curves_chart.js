@@ -80,8 +80,8 @@ class Chart {
 
   // [run, curve] of what is drawn, the highlighted one last.
   drawn() {
-    const found = data.runs.filter((run) => !view.off.has(run) && run.curves[this.panel.key]);
-    return found.sort((a, b) => (a === view.only) - (b === view.only)).map((run) => [run, run.curves[this.panel.key]]);
+    const found = data.runs.filter((run) => !view.off.has(run.name) && run.curves[this.panel.key]);
+    return found.sort((a, b) => (a.name === view.only) - (b.name === view.only)).map((run) => [run, run.curves[this.panel.key]]);
   }
 
   // [run, curve, index] of the points nearest to the cursor, of the curves that reach there.
@@ -212,7 +212,7 @@ class Chart {
   }
 
   curve(run, curve) {
-    const pen = this.pen, line = this.smoothed(curve), dim = view.only && view.only !== run ? 0.18 : 1;
+    const pen = this.pen, line = this.smoothed(curve), dim = view.only && view.only !== run.name ? 0.18 : 1;
     pen.strokeStyle = pen.fillStyle = solid(run.colour);
     pen.lineJoin = "round";
     const around = this.around(run, curve);

@@ -28,6 +28,7 @@ LAST_STEPS = 20
 """Number of steps in a mean loss or reward: a single batch is noisy."""
 MEANINGS = {
     "metrics.jsonl": "loss, gradient norm, learning rate, tokens/s and more of each step",
+    "log.txt": "what the run has printed",
     "loss.png": "the loss curve",
     "reward.png": "the reward curve",
     "samples.jsonl": "answers, with their rewards or metrics and the log-probability of each token",
