@@ -206,6 +206,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self._runs, self.reading = runs, threading.Lock()
         self._drawn: tuple[Any, str] = None, ""
+        self._due = 0.0
         secret = f"/{secrets.token_urlsafe(16)}/"
         self.address = f"http://127.0.0.1:{self.server_port}{secret}"
         self.pages: dict[str, Callable[[], str]] = {
@@ -226,8 +227,9 @@ class Server(ThreadingHTTPServer):
         """Return what is drawn as JSON, made anew if something has changed."""
         runs, live = self._read()
         key = [(len(run.records), run.records[-1:], more) for run, more in zip(runs, live, strict=True)]
-        if key != self._drawn[0]:
+        if key != self._drawn[0] and (began := time.monotonic()) >= self._due:
             self._drawn = key, json.dumps(page_data(runs, live), allow_nan=False)
+            self._due = began + 10 * (time.monotonic() - began)  # of a long run not every step: it would take a core
         return self._drawn[1]
 
 
@@ -268,8 +270,9 @@ def watch(paths: Sequence[Path], port: int | None = None, console: Console | Non
         if console.is_terminal:
             with Live(console=console, screen=True, auto_refresh=False) as display:
                 while True:
+                    began = time.monotonic()
                     display.update(shown(), refresh=True)
-                    time.sleep(1)
+                    time.sleep(max(1, 10 * (time.monotonic() - began)))
         while port is not None:
             time.sleep(3600)
     console.print(shown())

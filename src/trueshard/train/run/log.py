@@ -12,7 +12,7 @@ from typing import Any
 
 NAME = "log.txt"
 CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\n]*\r(?!\n)")
-"""What a terminal does not show: colours and moves of the cursor, and text that the next one is written over."""
+"""Colours and moves of the cursor, and text over which other text is written: a terminal does not show them as such."""
 
 
 class _Copied:
