@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from trueshard.sharding.tokens import TokenMean as TokenMean
     from trueshard.sharding.tokens import count_targets as count_targets
     from trueshard.sharding.tokens import token_mean as token_mean
+    from trueshard.train.averaging import Average as Average
     from trueshard.train.callbacks import Callback as Callback
     from trueshard.train.own_loop import gather as gather
     from trueshard.train.own_loop import loader as loader
@@ -83,6 +84,7 @@ _MODULES = {
     "sharding.stages": "tie_over",
     "sharding.tokens": "TokenMean count_targets token_mean",
     "train.own_loop": "gather loader main_first",
+    "train.averaging": "Average",
     "train.trainer": "Callback NonFiniteLoss Trainer",
     "verification": "verify",
     "verification.report": "Verified",

@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,7 @@ from trueshard.checkpoint.format import (
     dtype_of,
     floating_dtype,
     join,
+    located,
     make_header,
     parse_json,
 )
@@ -68,6 +69,7 @@ def export(
     *,
     model: str | None = None,
     adapter: str | None = None,
+    average: bool = False,
 ) -> Path:
     """Write a checkpoint in another form, in one process; nothing is changed at ``path``.
 
@@ -79,6 +81,7 @@ def export(
         dtype: convert floating-point tensors to it, such as ``torch.bfloat16`` or "bfloat16"; None: keep theirs.
         model: the key of the one to export, if the checkpoint has several.
         adapter: the one to merge, if the PEFT model has several.
+        average: write the average of the weights that was saved with them, in their dtype, in place of them.
 
     Returns:
         ``out``.
@@ -93,6 +96,8 @@ def export(
     if is_url(out):
         raise ValueError(f"{out}: export writes to local directories; export to one, and copy it")
     source = _source(resolve_latest(path), model)
+    if average:
+        source.take_averages()
     converted_to = floating_dtype(dtype)
     if to in ("adapter", "merged") and not source.adapters:
         raise ValueError(f'{path} has no adapter, so to={to!r} has nothing to write; to="hf" writes the model')
@@ -145,6 +150,16 @@ class ExportSource:
     prefix: str  # of its keys: "model/" or "model/<key>/"; "" in other programs' files
     folder: str  # of its files in the checkpoint: "" or "<key>/"
     alone: bool = False  # true for a single file, which has no companions
+    averages: dict[str, str] = field(default_factory=dict)  # key → that of its average, which is read in its place
+
+    def take_averages(self) -> None:
+        """Let the averages stand for the weights. Raises ValueError if there are none."""
+        more = {} if self.catalogue.manifest is None else self.catalogue.manifest.more
+        saved = {path[-1]: where for path, where in located(more.get("average", {}))}
+        named = {key: next(filter(saved.__contains__, self.catalogue.entries[key].names), "") for key in self.keys}
+        self.averages = {key: saved[name] for key, name in named.items() if name}
+        if not self.averages:
+            raise ValueError(f"{self.catalogue.where} has no average of the weights; a run keeps one with [average]")
 
     @property
     def keys(self) -> list[str]:
@@ -208,16 +223,18 @@ class ExportSource:
             file.write(header)
             for key in sorted(entries, key=lambda key: ranges[name_of[key]]):
                 self.check(key)
-                stored = self.catalogue.entries[key]
+                origin = self.averages.get(key, key)
+                stored = self.catalogue.entries[origin]
                 count, most = stored.nbytes // stored.itemsize, BLOCK // stored.itemsize
                 for at in range(0, count, most):
                     block = torch.empty(min(most, count - at), dtype=dtype_of(entries[key].dtype))
-                    self.catalogue.read_into(key, at * stored.itemsize, block)
+                    self.catalogue.read_into(origin, at * stored.itemsize, block)
                     file.write(as_bytes(block))
 
     def check(self, key: str) -> None:
-        if not self.catalogue.is_intact(key):
-            raise self.catalogue.damaged(key, "export an earlier checkpoint")
+        origin = self.averages.get(key, key)
+        if not self.catalogue.is_intact(origin):
+            raise self.catalogue.damaged(origin, "export an earlier checkpoint")
 
 
 def _source(path: Any, model: str | None) -> ExportSource:
@@ -315,7 +332,7 @@ class _FromFiles(dcp.DefaultSavePlanner):
         if self._before is not None:
             self._before.untyped_storage().resize_(0)
         self._source.check(key)
-        self._before = self._source.catalogue.full_tensor(key).to(saved.dtype)
+        self._before = self._source.catalogue.full_tensor(self._source.averages.get(key, key)).to(saved.dtype)
         return self._before
 
 
@@ -464,9 +481,10 @@ def _fill(model: Any, source: ExportSource, checked: Callable[[str], bool]) -> N
     if left := uncomputable(model, set(targets)):
         raise ValueError(f"{catalogue.where}: nothing computes {left[0]!r}, which no checkpoint has")
     with torch.no_grad():
-        filled = materialise(model, targets, mapping=catalogue)
+        origins = {tensor: source.averages.get(key, key) for tensor, key in targets.items()}
+        filled = materialise(model, origins, mapping=catalogue)
         for part in held.values():
             if id(part.tensor) not in filled:
-                catalogue.fill(targets[id(part.tensor)], part.tensor)
+                catalogue.fill(origins[id(part.tensor)], part.tensor)
     for key in filter(checked, targets.values()):
         source.check(key)

@@ -80,7 +80,7 @@ def load(
             of a pipeline (``Plan(pipeline=True)``) load together, each its part.
         allow_pickle: needed for torch.distributed.checkpoint, whose metadata is a pickle: only from whom you trust.
         more: entries to load in place, by the name they were saved under: objects with ``load_state_dict()``, or
-            dicts, which are then what was saved.
+            dicts, which are then what was saved. Other entries each rank reads whole, an `Average` too.
 
     Returns:
         The saved entries that are not in ``more``, by name, and what did not fit.
@@ -221,13 +221,26 @@ class LoadJob:
         entries = self._manifest.more
         for key, value in self._more.items():
             is_dict = isinstance(value, dict) and not hasattr(value, "load_state_dict")
-            if key not in entries:
+            if hasattr(value, "shards"):
+                self._check_shards(key, value.shards())
+            elif key not in entries:
                 self._misfit("missing", key, f"has no entry {key!r}.{model_names.nearest(key, entries)}")
             elif is_dict and not (isinstance(entries[key], dict) and "__dict__" in entries[key]):
                 raise TypeError(f"{key}: a dict was given, and none was saved; take the entry from what load() returns")
             elif not is_dict and not hasattr(value, "load_state_dict"):
                 kind = type(value).__name__
                 raise TypeError(f"{key}: a {kind} has no load_state_dict(); take the entry from what load() returns")
+
+    def _check_shards(self, key: str, shards: Mapping[str, torch.Tensor]) -> None:
+        """Match an entry of tensors that are sharded like parameters; either side may have none of them."""
+        saved = {path[-1]: where for path, where in located(self._manifest.more.get(key, {}))}
+        for name in {*shards, *saved} if shards and saved else ():
+            if name not in shards or name not in saved:
+                self._misfit("mismatched", f"{key}: {name}", f"the entry {key!r} has {name!r} on one side only")
+            elif self._catalogue.entries[saved[name]].shape != list(shards[name].shape):
+                self._misfit("mismatched", f"{key}: {name}", f"{name!r} of the entry {key!r} has another shape")
+            else:
+                self._targets.append((saved[name], shards[name]))
 
     def _misfit(self, kind: str, name: str, text: str) -> None:
         self._misfits[kind].setdefault(name, text)
@@ -311,6 +324,7 @@ class LoadJob:
                 yield key, 0, full
         values = [self._manifest.more, *(self._saved_extra(prefix) for prefix in self._models)]
         keys = {*references([*values, *(value for load in self._loads for _, value in load.settings)])}
+        keys -= {key for key, _ in self._targets}
         keys |= {"rng"} if self._options["rng"] and self._manifest.rng else set()
         for number, key in enumerate(sorted(keys)):
             if rank == number % world:
@@ -318,7 +332,9 @@ class LoadJob:
 
     def _load_entries(self) -> None:
         """Load what runs the user's code: if that raises on any rank, models and optimizers are not changed."""
-        self._result.update({key: self._catalogue.value(value) for key, value in self._manifest.more.items()})
+        for key, value in self._manifest.more.items():
+            in_place = hasattr(self._more.get(key), "shards")  # ``_apply`` reads the tensors
+            self._result[key] = join(value, str) if in_place else self._catalogue.value(value)
         for key, value in self._more.items():
             if key not in self._result:
                 continue

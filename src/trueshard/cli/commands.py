@@ -315,6 +315,7 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert to it, such as bfloat16.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Which, of a checkpoint of several.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", help="Which, of a model with several.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="The average of the weights ([average]).")] = False,
     push: Annotated[
         str | None, typer.Option("--push", help="Add a model card, and upload it to the hub.", metavar="OWNER/NAME")
     ] = None,
@@ -327,7 +328,7 @@ def export(
             from trueshard.train.run.publishing import check_push, publish
 
             check_push(push, to)
-        print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter))  # type: ignore[arg-type]
+        print(trueshard.export(checkpoint, out, to, dtype, model=model, adapter=adapter, average=average))  # type: ignore[arg-type]
         if push is not None:
             print(publish(Path(out), checkpoint, push, to, send=send, private=private))
 

@@ -218,6 +218,19 @@ class ScheduleSection(Section):
         return self
 
 
+class AverageSection(Section):
+    """An exponential moving average of the trained weights (EMA), in float32, sharded like them."""
+
+    decay: Fraction = 0.999
+    """Weight of the average in each update; the weights' is 1 - `decay`."""
+    start: Annotated[int, Field(ge=0)] = 0
+    """Step whose weights the average begins with; 0: those before training."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between updates."""
+    evaluate: bool = False
+    """Evaluate the average in place of the weights, as soon as it has begun."""
+
+
 class LogSection(Section):
     """Trackers of metrics, besides `metrics.jsonl`."""
 
@@ -265,6 +278,7 @@ class Config(Section):
     reward: RewardSection | None = None
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
+    average: AverageSection | None = None
     shard: ShardSection = ShardSection()
     log: LogSection = LogSection()
     sample: SampleSection = SampleSection()
@@ -292,6 +306,9 @@ class Config(Section):
         if (self.schedule.class_path or "").endswith("ReduceLROnPlateau") and self.evaluation is None:
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
         self._kernels()
+        if self.average is not None and self.average.evaluate and (self.rl is not None or self.evaluation is None):
+            needs = "[evaluation]" if self.evaluation is None else "data with targets: [rl] answers with the weights"
+            raise ValueError(f"average.evaluate needs {needs}; remove it")
         self._reinforcement()
         if self.train.exact:
             self._exactly()

@@ -36,6 +36,7 @@ from trueshard.sharding.hooks import runtime_of
 from trueshard.sharding.splitting import split_sequence
 from trueshard.sharding.tokens import token_mean
 from trueshard.text import logger
+from trueshard.train.averaging import Average
 from trueshard.train.callbacks import Callback
 from trueshard.train.data.loader import EndlessLoader
 from trueshard.train.evaluation import Evaluation, Measured
@@ -88,6 +89,7 @@ class Trainer:
         wants_stop: called in each step; True on any rank stops all ranks after it.
         seed: what is drawn in a microbatch (dropout) follows from it, the step and the number of the microbatch in
             the global batch, at any number of ranks; None: generators go on from where they are.
+        average: of the weights; updated after each step, and saved with them.
         saved: more arguments of ``trueshard.save`` for each checkpoint (``tokenizer=...``).
 
     Raises:
@@ -120,6 +122,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         wants_stop: Callable[[], bool] = lambda: False,
         seed: int | None = None,
+        average: Average | None = None,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("steps", steps), ("accumulate", accumulate)):
@@ -138,6 +141,11 @@ class Trainer:
         self.snapshots, self.snapshot_every = snapshots, snapshot_every
         self.skip_nonfinite, self.wants_stop, self.seed = skip_nonfinite, wants_stop, seed
         self.callbacks, self.saved = list(callbacks), dict(saved or {})
+        self.average = average
+        self.saved |= {} if average is None else {"average": average}
+        # One of no parameters: else each rank would read a checkpoint's average whole.
+        self._loaded: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        self._loaded["average"] = average or Average(nn.Module())
         runtime = runtime_of(names.unwrap(model))
         self._sharded = runtime is not None
         self._axes = None if runtime is None else runtime.axes
@@ -183,6 +191,8 @@ class Trainer:
     def fit(self) -> bool:
         """Take the steps that are left; return True if the run is complete. Collective."""
         self.resume()
+        if self.average is not None and not self.average.updates:
+            self.average.update(self.step)
         self._lose_patience()
         self.model.train()
         self._tell("on_start")
@@ -287,6 +297,8 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.scheduler is not None and not self._by_metric():
             self.scheduler.step()
+        if self.average is not None:
+            self.average.update(self.step)
 
     def _nonfinite(self, loss: float, norm: float) -> str:
         where = f"microbatches {self.batches - self.accumulate} to {self.batches - 1} of each rank"
@@ -305,7 +317,8 @@ class Trainer:
         training = self.model.training
         self.model.eval()
         devices = [self.device] if self.device.type != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+        of_average = self.average.swapped() if self.average is not None and self.average.evaluate else nullcontext()
+        with of_average, torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             record = self.evaluation.measure(self._part, self._unit, self.device)
         self.model.train(training)
         score = self.evaluation.score(record)
@@ -367,8 +380,7 @@ class Trainer:
             return None
         on_disk = [] if self.checkpoints is None else self.checkpoints.steps()
         newest = on_disk[-1] if on_disk else -1
-        state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        result = None if self.snapshots is None else self.snapshots.load(**state, after=newest)
+        result = None if self.snapshots is None else self.snapshots.load(**self._loaded, after=newest)
         if result is not None:
             self.load_state_dict(result["trainer"])
             self._lose_patience()
@@ -376,7 +388,7 @@ class Trainer:
             # Its checkpoint may have been lost while it was written.
             self._stall = self._save_if_due(result["progress"]["evaluation"])
         elif self.checkpoints is not None and newest >= 0:
-            result = load(self.checkpoints.path(newest), **state)
+            result = load(self.checkpoints.path(newest), **self._loaded)
             self.load_state_dict(result["trainer"])
             self._saved_step = self.step
         return result
@@ -388,7 +400,7 @@ class Trainer:
         """
         failed, limit = self.step, self.step
         while self.snapshots is not None and self._fault_at != failed:
-            result = self.snapshots.load(model=self.model, optimizer=self.optimizer, before=limit)
+            result = self.snapshots.load(**self._loaded, before=limit)
             if result is None:
                 break
             limit = result["trainer"]["step"]

@@ -108,7 +108,7 @@ def study(
             optimizer=lambda model: build_optimizer(config.optimizer, model.named_parameters(), on_gpu=rests_on_gpu),
             loss=loss,
             score=score,
-            beside=rl_forecast.beside(config, settings, copy),
+            beside=(*rl_forecast.beside(config, settings, copy), *_average(config, settings, ranks)),
             clip=train.max_grad_norm,
             **vars(config.shard.options()),
         )
@@ -142,6 +142,14 @@ def study(
         reasons=(_advice(phases, result.forecast.budget_bytes), *result.reasons),
         forecast=dataclasses.replace(result.forecast, optimizer=re.split("[.:]", config.optimizer.class_path)[-1]),
     )
+
+
+def _average(config: Config, settings: Any, ranks: int) -> tuple[tuple[str, int], ...]:
+    """Return the bytes of [average] on a rank, for `Request`: trained parameters in float32."""
+    if config.average is None:
+        return ()
+    count = sum(parameter.numel() for parameter in empty(config, settings).parameters() if parameter.requires_grad)
+    return (("average", 4 * count * config.shard.replicate // ranks),)
 
 
 def _batch_function(config: Config) -> Callable[[int, int], Batch] | None:
@@ -220,7 +228,8 @@ def _training_phases(config: Config, study: Study, hardware: Hardware) -> tuple[
         notes: tuple[str, ...] = (note, f"every {every:,} steps")
         phases.append(StepPhase("evaluation", live, count * seconds, {"pass": live - stays}, notes, every))
     # The bytes that the rank copies: its shards, and its optimizer's; replicas share them out.
-    kept = (one for one in study.trace.resident if one.kind in ("parameters", "optimizer") and one.storage >= 0)
+    kept = [one for one in study.trace.resident if one.kind in ("parameters", "optimizer")]
+    kept = [one for one in kept if one.storage >= 0 or one.unit == "average"]
     copies = sum(allocation.bytes for allocation in kept) // (study.plan.ranks[0] if len(study.plan.ranks) == 2 else 1)
     every = config.train.checkpoint_every
     notes = (f"every {every:,} steps", "written while training goes on")

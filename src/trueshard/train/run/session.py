@@ -19,6 +19,7 @@ from trueshard.errors import UserError, one_line, warn_user, written_to
 from trueshard.launching import STOPPED
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
+from trueshard.train.averaging import Average
 from trueshard.train.callbacks import Callback, own_callbacks
 from trueshard.train.config import Config
 from trueshard.train.data.formats import FORMATS
@@ -270,6 +271,7 @@ def build_trainer(
         skip_nonfinite=train.skip_nonfinite,
         callbacks=callbacks,
         wants_stop=wants_stop,
+        average=None if config.average is None else Average(model, **dict(config.average)),
         saved={"tokenizer": data.tokenizer, "data": {"crc32": data.summary.crc32}},
     )
     return trainer, plan
