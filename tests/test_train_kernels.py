@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss
 from trueshard.train.models import kernels
 from trueshard.train.models.build import architecture, build, fill, plain_settings
+from trueshard.train.run import forecast
 from trueshard.train.run.session import check_apart
 
 VOCABULARY = 303
@@ -216,6 +218,20 @@ def test_a_forecast_says_what_it_takes_instead() -> None:
     said = kernels.assumptions(config(attention="flash_attention_2", kernels="liger", dtype="bfloat16").model)
     assert "flash_attention_2" in said[0]
     assert "Liger" in said[1]
+
+
+@pytest.mark.rest
+def test_a_forecast_counts_the_scores_of_eager_attention(tmp_path: Path) -> None:
+    peaks = {}
+    (tmp_path / "config.json").write_text(LlamaConfig(**LLAMA | {"max_position_embeddings": 2048}).to_json_string())
+    for word in ("eager", "sdpa", "flash_attention_2"):
+        tree = config(attention=word, dtype="bfloat16").model_dump(by_alias=True, exclude_unset=True)
+        tree["model"] = {"config": str(tmp_path), "attention": word, "dtype": "bfloat16"}
+        tree["train"]["sequence_length"] = 2048
+        study = forecast.plan(Config.model_validate(tree), "h100", 2)
+        peaks[word] = study.forecast.peak_live_bytes
+        assert any("flash_attention_2" in said for said in study.assumptions) is (word == "flash_attention_2")
+    assert peaks["eager"] > 1.5 * peaks["sdpa"] == 1.5 * peaks["flash_attention_2"]
 
 
 # Liger, by triton's interpreter; in the environment of `make liger`

@@ -25,6 +25,7 @@ from trueshard.train.config import Config
 from trueshard.train.data.tokenizer import load_tokenizer, train_tokenizer
 from trueshard.train.models.build import architecture, build, fill
 from trueshard.train.models.parameters import seeded
+from trueshard.train.run import forecast
 from trueshard.train.run.checks import check_settings
 
 TOKENS = ["<tool>", "</tool>", "<think>"]
@@ -135,6 +136,16 @@ def test_tokens_are_one_each_and_known_ones_stay(start: Path) -> None:
     assert [tokenizer.convert_tokens_to_ids(text) for text in given.tokenizer.add_tokens or ()] == [280, 281, 282, 0]
     assert tokenizer.decode([ROWS, ROWS + 1], skip_special_tokens=True) == "<tool></tool>"
     assert architecture(given, len(tokenizer)).vocab_size == 283
+
+
+@pytest.mark.rest
+def test_forecasts_have_the_new_rows(start: Path) -> None:
+    counts = []
+    for tokens in (TOKENS, None):
+        study = forecast.plan(config(start, tokenizer={"add_tokens": tokens}), "h100", 2)
+        counts.append(sum(unit.parameters for unit in study.plan.units))
+    tied = json.loads((start / "config.json").read_text())["tie_word_embeddings"]
+    assert counts[0] - counts[1] == len(TOKENS) * 32 * (1 if tied else 2)
 
 
 def test_tokens_of_the_chat_template_end_turns(start: Path) -> None:

@@ -79,7 +79,7 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
             f"{key}: its vocabulary of {rows} is smaller than the tokenizer's {vocab_size}; "
             f"use the model's own tokenizer, or tokenizer.vocab_size = {rows}"
         )
-    if config.tokenizer.add_tokens:
+    if config.tokenizer.add_tokens and section.build is None:
         vocabulary.check_trained(model)
     kernels.attend(model, section.attention, here=False)
     return settings

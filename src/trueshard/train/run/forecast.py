@@ -39,7 +39,7 @@ from trueshard.train.config import Config
 from trueshard.train.data.batches import Batch
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.losses import loss_of
-from trueshard.train.models import kernels
+from trueshard.train.models import kernels, vocabulary
 from trueshard.train.models.build import architecture, empty, quiet_transformers
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import to_toml
@@ -312,6 +312,9 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
         config = config.model_copy(update={"model": bare})
     has_files = section.path is not None or section.config is not None
     settings = architecture(config, config.tokenizer.vocab_size or 0) if has_files else check_settings(config, ranks)
+    if has_files and config.tokenizer.add_tokens:  # at most: which are new, the tokenizer knows
+        rows = settings.get_text_config().vocab_size + len(config.tokenizer.add_tokens)
+        settings = vocabulary.with_rows(settings, rows)
     node = min(ranks, ranks_per_node or named.ranks_per_node)
     result = study(config, settings, ranks, named, node, in_place=True, workers=None)
     if isinstance(result, Unplanned):
