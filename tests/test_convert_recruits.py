@@ -128,6 +128,7 @@ AXOLOTL: list[tuple[dict[str, Any], dict[str, Any]]] = [
         STEPS | {"pretraining_dataset": [{"path": "a", "type": "pretrain", "text_column": "t"}]},
         {"data.format": "text", "data.field": "t", "data.streaming": True},
     ),
+    (STEPS | {"num_epochs": 2, "saves_per_epoch": 5}, {"train.checkpoint_every": 10}),
     (STEPS | {"val_set_size": 0.1, "eval_steps": 7}, {"evaluation.fraction": 0.1, "evaluation.every": 7}),
     (STEPS | {"val_set_size": 0.0, "eval_steps": 7, "evals_per_epoch": 2}, {"evaluation": None}),
     (STEPS | {"test_datasets": [{"path": "b", "type": "chat_template"}]}, {"evaluation.path": "b"}),
@@ -207,6 +208,14 @@ def test_a_method_that_is_not_there_is_dropped_by_name(
     result = converted(tmp_path, source, keys)
     assert len(result.dropped) == dropped
     assert all("none" in status(result, key) for key in keys)
+
+
+def test_composers_average_is_an_average(tmp_path: Path) -> None:
+    average = {"smoothing": 0.99, "update_interval": "10ba", "ema_start": "0.5dur"}
+    keys = {"max_duration": "100ba", "device_train_batch_size": 8, "algorithms": {"ema": average}}
+    config = accepted(tmp_path, converted(tmp_path, "composer", keys))
+    assert config.average is not None
+    assert (config.average.decay, config.average.every, config.average.start) == (0.99, 10, 50)
 
 
 def test_sources_of_several_formats_or_with_parts_are_named(tmp_path: Path) -> None:

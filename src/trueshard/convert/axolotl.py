@@ -104,9 +104,8 @@ def held_out(draft: Draft, key: str, value: Any) -> None:
 
 
 def in_an_epoch(draft: Draft, key: str, value: Any) -> None:
-    ours = draft.rules[key].becomes
-    draft.tell(key, "none", f"told in steps here; set {ours}")
-    draft.ask(ours, "100", f"{positive(value)} times an epoch there")
+    share = 1 / (positive(value) * number(draft.get("num_epochs")))
+    huggingface.in_steps(draft, draft.rules[key].becomes, key, share if share < 1 else 1 - 1e-9)
 
 
 def zero(draft: Draft, key: str, value: Any) -> None:

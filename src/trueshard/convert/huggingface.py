@@ -55,16 +55,16 @@ def warmup(draft: Draft, key: str, value: Any) -> None:
     elif key == "warmup_steps" and not ratio and draft.given.get("warmup_ratio"):
         draft.tell(key, "always", "warmup_ratio counts instead")
     else:
-        _steps(draft, "schedule.warmup_steps", key, ratio)
+        in_steps(draft, "schedule.warmup_steps", key, ratio)
 
 
 def every(draft: Draft, key: str, value: Any) -> None:
     """Read `logging_steps`, `eval_steps` or `save_steps`; `eval_steps` that are not given are `logging_steps`."""
     steps = draft.get("logging_steps") if value is None and key == "eval_steps" else value
-    _steps(draft, draft.rules[key].becomes, key, number(steps))
+    in_steps(draft, draft.rules[key].becomes, key, number(steps))
 
 
-def _steps(draft: Draft, ours: str, key: str, steps: float) -> None:
+def in_steps(draft: Draft, ours: str, key: str, steps: float) -> None:
     """Set a number of steps; below 1 it is a share of all steps."""
     of_all = integer(draft.get("max_steps", -1))
     if steps >= 1 or not steps:
@@ -140,7 +140,7 @@ def evaluation(draft: Draft) -> None:
     """Set when to evaluate, if that is asked for and `eval_steps` does not say it."""
     key = "logging_steps"
     if str(draft.get("eval_strategy")).lower() == "steps" and draft.get("eval_steps") is None and draft.defaults:
-        _steps(draft, "evaluation.every", key, number(draft.get(key)))
+        in_steps(draft, "evaluation.every", key, number(draft.get(key)))
 
 
 def finish(draft: Draft) -> None:
