@@ -91,7 +91,16 @@ def test_run_leaves_every_file_and_names_it(finished: tuple[Path, str]) -> None:
     left = {path.name for path in (folder / "run").iterdir()}
     plan = json.loads((folder / "run" / "plan.json").read_text())["plan"]
     assert [unit.name for unit in trueshard.Plan.from_json(json.dumps(plan)).units] == ["", *LAYERS]
-    assert left == {"metrics.jsonl", "loss.png", "sample.txt", "config.json", "plan.json", "data", "checkpoints"}
+    assert left == {
+        "metrics.jsonl",
+        "log.txt",
+        "loss.png",
+        "sample.txt",
+        "config.json",
+        "plan.json",
+        "data",
+        "checkpoints",
+    }
 
 
 def test_run_shows_steps_entropy_and_sample(finished: tuple[Path, str]) -> None:
