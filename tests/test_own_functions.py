@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -210,3 +211,34 @@ def test_own_code_is_verified_by_its_configuration(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = trueshard.verify(str(folder / "train.toml"), nproc=2, steps=2)
     assert found.held, str(found)
+
+
+@pytest.mark.rest
+def test_pairs_are_compared_by_a_loss_of_ones_own(folder: Path) -> None:
+    """SimPO, in a class: chosen answers are the first half of the rows, their rejected ones the second."""
+    (folder / "simpo.py").write_text(
+        """
+from torch.nn import functional as F
+
+
+class SimPO:
+    unit = "pair"
+
+    def count(self, batch):
+        return len(batch["input_ids"]) // 2
+
+    def __call__(self, model, batch):
+        inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+        logits, counts = model(**inputs, use_cache=False).logits.float(), batch["targets"].ne(-100)
+        nats = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none").view_as(counts)
+        chosen, rejected = (-nats.sum(1) / counts.sum(1)).chunk(2)
+        return -F.logsigmoid(chosen - rejected).sum()
+"""
+    )
+    rows = [{"prompt": f"{n} and 1?", "chosen": f"{n + 1} it is", "rejected": "who knows"} for n in range(200)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = ("data.path=pairs.jsonl", "data.format=preference", "train.loss=simpo.py:SimPO", "train.steps=20")
+    run(folder, "--nproc", "2", *(word for key in keys for word in ("--set", key)))
+    losses = [record["loss"] for record in metrics(folder)]
+    assert losses[0] == pytest.approx(math.log(2), abs=0.1)
+    assert losses[-1] < 0.3

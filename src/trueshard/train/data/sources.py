@@ -128,7 +128,7 @@ class DataSource:
         return hash_of(list(map(state_of, (*self.files, *self._code()))))
 
     def _code(self) -> tuple[str, ...]:
-        return () if self.transform is None else (self.transform.rpartition(":")[0],)
+        return () if self.transform is None else (str(Path(self.transform.rpartition(":")[0]).expanduser()),)
 
 
 @dataclass(frozen=True)
