@@ -105,7 +105,7 @@ def held_out(draft: Draft, key: str, value: Any) -> None:
 
 def in_an_epoch(draft: Draft, key: str, value: Any) -> None:
     share = 1 / (positive(value) * number(draft.get("num_epochs")))
-    huggingface.in_steps(draft, draft.rules[key].becomes, key, share if share < 1 else 1 - 1e-9)
+    huggingface.in_steps(draft, draft.rules[key].becomes, key, min(share, 1 - 1e-9))  # from 1 on it is a number
 
 
 def zero(draft: Draft, key: str, value: Any) -> None:

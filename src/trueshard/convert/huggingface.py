@@ -73,7 +73,7 @@ def in_steps(draft: Draft, ours: str, key: str, steps: float) -> None:
         draft.put(ours, math.ceil(steps * of_all), key, f"of {of_all} steps")
     else:
         draft.tell(key, "none", f"a share of steps that are not known yet; set {ours}")
-        draft.ask(ours, "100", f"{steps} of all steps")
+        draft.ask(ours, "100", f"{steps:.4g} of all steps")
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
