@@ -23,7 +23,7 @@ from trueshard.train.config import Config
 from trueshard.train.evaluation import Evaluation, is_greater_better
 from trueshard.train.generation import check_answers, prompts_of
 from trueshard.train.metrics.answers import page
-from trueshard.train.metrics.curves import plot
+from trueshard.train.metrics.curves import RunRecords, plot, shown_panels
 from trueshard.train.metrics.step_metrics import read_steps
 from trueshard.train.metrics.text_scores import METRICS, metric_of
 from trueshard.train.run.checks import check
@@ -333,6 +333,13 @@ def test_the_page_has_each_set_with_its_targets(tmp_path: Path) -> None:
         *(("maths 0", "target 0 of maths"), ("maths 1", "target 1 of maths")),
     ]
     assert [group["step"] for group in data["prompts"][3]["groups"]] == [10, 20]
+
+
+def test_curves_have_a_panel_for_each_metric_of_an_evaluation() -> None:
+    more = {"evaluation_maths_f1": 0.5, "evaluation_maths_count": 7, "evaluation_loss": 1.0}
+    run = RunRecords("run", [record(step, **more) for step in range(1, 5)])
+    keys = [panel.key for panel in shown_panels([run])]
+    assert [key for key in keys if key.startswith("evaluation")] == ["evaluation_loss", "evaluation_maths_f1"]
 
 
 @pytest.mark.rest

@@ -104,6 +104,14 @@ PANELS = (
 )
 
 
+def _panels(runs: Sequence[RunRecords]) -> list[Panel]:
+    """Return ``PANELS``, and one for each other metric of an evaluation that is not of rewards."""
+    found = {key for run in runs for record in run.records for key in record if key.startswith("evaluation_")}
+    more = sorted(found - {panel.key for panel in PANELS}) if "evaluation_reward" not in found else []
+    shown = [key for key in more if not key.endswith(("count", "perplexity"))]
+    return [*PANELS, *(Panel(key, f"Evaluation: {key[11:]}", "signed", noisy=False) for key in shown)]
+
+
 def shown_panels(runs: Sequence[RunRecords]) -> list[Panel]:
     """Return the panels that a run has values for; what no run has is left out of them, too."""
     rewarded = any(has_reward(run.records) for run in runs)
@@ -112,7 +120,7 @@ def shown_panels(runs: Sequence[RunRecords]) -> list[Panel]:
         return [points for run in runs if (points := curve(run.records, key)) is not None]
 
     panels = []
-    for panel in PANELS:
+    for panel in _panels(runs):
         if not (curves := curves_of(panel.key)):
             continue
         if rewarded and panel is LOSS:
@@ -367,7 +375,7 @@ def page_data(runs: Sequence[RunRecords], live: Sequence[Mapping[str, Any]] = ()
 
 
 def _run(run: RunRecords) -> dict[str, Any]:
-    keys = {key for panel in PANELS for key in (panel.key, panel.dashed, panel.band)}
+    keys = {key for panel in _panels([run]) for key in (panel.key, panel.dashed, panel.band)}
     curves = {key: points for key in keys if (points := curve(run.records, key)) is not None}
     bests = {"evaluation_loss": np.nanmin, "evaluation_reward": np.nanmax}
     rewarded, last = has_reward(run.records), run.records[-1] if run.records else {"step": 0}
