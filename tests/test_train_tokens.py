@@ -148,6 +148,23 @@ def test_forecasts_have_the_new_rows(start: Path) -> None:
     assert counts[0] - counts[1] == len(TOKENS) * 32 * (1 if tied else 2)
 
 
+def own_model(vocab_size: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=8, num_attention_heads=2))
+
+
+def test_a_model_of_ones_own_is_given_the_size_with_them() -> None:
+    tree: dict[str, Any] = {
+        "run": {"dir": "run"},
+        "model": {"build": f"{__file__}:own_model"},
+        "tokenizer": {"vocab_size": 300, "add_tokens": TOKENS},
+        "data": {"path": "text"},
+        "train": {"steps": 1},
+    }
+    given = Config.model_validate(tree)
+    model: Any = build(given, check_settings(given, 1))
+    assert model.get_input_embeddings().weight.shape[0] == 303
+
+
 def test_tokens_of_the_chat_template_end_turns(start: Path) -> None:
     given = config(start, tokenizer={"add_tokens": ["<|im_start|>", "<|im_end|>", "<tool>"]})
     tokenizer = load_tokenizer(given.tokenizer, given.model, "chat")
