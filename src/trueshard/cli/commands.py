@@ -75,6 +75,32 @@ def train(
     _run(config, overrides or [], nproc, profile=profile, override=override)
 
 
+def data(
+    config: Annotated[Path, typer.Argument(help="The configuration, a TOML file.", metavar="CONFIG.toml")],
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(help="Samples to show, of the first step.", metavar="N", min=0)] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write all of it as a page.", metavar="FILE")] = None,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Keep the data in the run's folder, where training finds them.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a model will see of the data, token by token, and what is wrong with them; no model, no GPU.
+
+    Prepares the data as training does, unless the run's folder has them.
+    """
+    from trueshard.train.parse import load_config
+    from trueshard.train.run import survey_report
+
+    found = survey_report.survey_of(load_config(config, overrides or []), samples, keep=prepare)
+    if html is not None:
+        survey_report.write_page(found, html)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        survey_report.show(found)
+
+
 def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:
     """Train a small model from scratch on Python's own source code, with two CPU processes, in a few minutes."""
     from trueshard import train as package
@@ -273,7 +299,7 @@ def doctor(
 app.command()(train)
 for name, command in planning.COMMANDS.items():
     app.command(name)(command)
-for command in (verify, doctor, plot, watch, replay, convert, demo):
+for command in (data, verify, doctor, plot, watch, replay, convert, demo):
     app.command()(command)
 
 

@@ -171,7 +171,7 @@ class Mixture:
     """``Samples`` of several sources, numbered one after the other; each has a weight, and at least one sample."""
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
-        self._sources, self._weights = list(sources), list(weights)
+        self.sources, self._weights = list(sources), list(weights)
         self._ends = list(accumulate(len(source) for source in sources))
 
     def __len__(self) -> int:
@@ -187,11 +187,11 @@ class Mixture:
 
     def order(self, seed: int) -> Order:
         """Return the order in which a run takes the samples."""
-        return Order(seed, [len(source) for source in self._sources], self._weights)
+        return Order(seed, [len(source) for source in self.sources], self._weights)
 
     def _find(self, index: int) -> tuple[Samples, int]:
         source = bisect.bisect_right(self._ends, index)
-        return self._sources[source], index - (self._ends[source - 1] if source else 0)
+        return self.sources[source], index - (self._ends[source - 1] if source else 0)
 
 
 class StreamMixture:

@@ -152,13 +152,18 @@ class Loader:
         self._first, self._taken, self._origins = int(state["samples"]), 0, []
         self._blocks = state.get("blocks")
 
+    def origins(self, microbatches: int) -> list[str]:
+        """Return the origins of the global samples of the last step; of a stream, of this rank's microbatches."""
+        if not isinstance(self._data, Mixture):
+            return self._origins[-microbatches * self._microbatch :]
+        return [
+            self._data.where(n) for n in self._data.order(self._seed).indices(self._first, self._batch_size).tolist()
+        ]
+
     def describe_last(self, microbatches: int) -> str:
         """Describe the global samples of the last step and their origins; for a stream, of this rank's samples."""
-        last = self._first + self._batch_size - 1
-        origins, owner = self._origins[-microbatches * self._microbatch :], "of this rank: "
-        if isinstance(self._data, Mixture):
-            indices = self._data.order(self._seed).indices(self._first, self._batch_size).tolist()
-            origins, owner = [self._data.where(index) for index in indices], ""
+        last, origins = self._first + self._batch_size - 1, self.origins(microbatches)
+        owner = "" if isinstance(self._data, Mixture) else "of this rank: "
         shown = "; ".join(dict.fromkeys(origins[:SHOWN]))
         more = f"; and {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""
         return f"samples {self._first} to {last} ({owner}{shown}{more})"

@@ -31,7 +31,7 @@ from trueshard.train.data.batches import (
 )
 from trueshard.train.data.building import build
 from trueshard.train.data.config import EvaluationSection, SourceSection
-from trueshard.train.data.formats import FORMATS
+from trueshard.train.data.formats import FORMATS, Format
 from trueshard.train.data.sources import DataSource, find, hash_of
 from trueshard.train.data.store import StoredSamples, Summary, damage_named, read_summary
 from trueshard.train.data.streams import SourceStream
@@ -49,7 +49,7 @@ class Prepared:
     summary: Summary
     train: Samples | Stream
     evaluation: dict[str, Samples]  # sets by name, "" for that of the data or of `evaluation.path`
-    collate: Collate  # makes batches of either
+    form: Format
     tokenizer: Any  # with its chat template
     opening: str | None  # text that `[sample]` continues; None: nothing is sampled
 
@@ -58,6 +58,11 @@ class Prepared:
         if isinstance(self.train, Samples):
             return len(self.train)
         raise TypeError("how many samples a stream has is not known")
+
+    @property
+    def collate(self) -> Collate:
+        """Makes batches of samples."""
+        return self.form.collate
 
 
 def prepare(config: Config, *, frozen: bool, make: bool) -> Prepared:
@@ -196,7 +201,7 @@ def _open(config: Config, folder: Path, sources: list[DataSource], processor: An
     assert summary is not None
     form.conversational |= summary.conversational
     opening = form.opening(config.sample.prompt) if config.sample.tokens else None
-    return Prepared(folder, summary, train, evaluation, form.collate, tokenizer, opening)
+    return Prepared(folder, summary, train, evaluation, form, tokenizer, opening)
 
 
 def _place(folder: Path, name: str) -> Path:

@@ -78,12 +78,12 @@ class StoredSamples:
         self._joined = form.layout == "joined"
         self._count = max(0, last - first - 1) // form.length if self._joined else last - first
         name = "records.bin" if form.vocabulary is None else "tokens.bin"
-        self._tokens: Ids = _mapped(folder / name, summary.dtype)
-        self._counted = _mapped(folder / "counted.bin", "bool") if form.masked else None
-        self._places = _array(folder / "documents.npy", (-1, 4))
-        ends = {"documents.npy": (self._places[-1, 3], len(self._tokens)), "data.json": (first, min(first, last))}
-        if self._counted is not None:
-            ends["counted.bin"] = (len(self._counted), len(self._tokens))
+        self.tokens: Ids = _mapped(folder / name, summary.dtype)
+        self.counted = _mapped(folder / "counted.bin", "bool") if form.masked else None
+        self.places = _array(folder / "documents.npy", (-1, 4))
+        ends = {"documents.npy": (self.places[-1, 3], len(self.tokens)), "data.json": (first, min(first, last))}
+        if self.counted is not None:
+            ends["counted.bin"] = (len(self.counted), len(self.tokens))
         if not self._joined:
             self._members, self._ends = (_array(folder / f"{stem}.npy", (-1,)) for stem in ("members", "sequences"))
             ends["sequences.npy"] = (self._ends[-1], len(self._members))
@@ -98,32 +98,36 @@ class StoredSamples:
             if self._joined:
                 start = self._first + index * self._length
                 self._check(start, start + self._length + 1)
-                return sequence(self._tokens, start, self._length)
+                return sequence(self.tokens, start, self._length)
             documents = tuple(self._document(number) for number in self._documents(index))
         return self._kept(index, *documents) if self._form.layout == "kept" else self._form.sample(documents)
 
     def where(self, index: int) -> str:
         with damage_named(self._folder):
-            origins = (self._places[number].tolist() for number in self._documents(index))
-            return span([where(self._files[source][file], line) for source, file, line, _ in origins])
+            return span([self.origin(number) for number in self._documents(index)])
+
+    def origin(self, document: int) -> str:
+        """Return the place of a document's record."""
+        source, file, line, _ = self.places[document].tolist()
+        return where(self._files[source][file], line)
 
     def _documents(self, index: int) -> Sequence[int]:
         if self._joined:
             start = self._first + index * self._length
-            begin, end = np.searchsorted(self._places[:, 3], [start, start + self._length], side="right").tolist()
+            begin, end = np.searchsorted(self.places[:, 3], [start, start + self._length], side="right").tolist()
             return range(begin, end + 1)
         first, last = _between(self._ends, self._first + index)
         result: list[int] = self._members[first:last].tolist()
         return result
 
     def _document(self, number: int) -> Document:
-        first, last = _between(self._places[:, 3], number)
+        first, last = _between(self.places[:, 3], number)
         ids = self._check(first, last)
-        return all_targets(ids) if self._counted is None else Document(ids, self._counted[first:last])
+        return all_targets(ids) if self.counted is None else Document(ids, self.counted[first:last])
 
     def _check(self, first: int, last: int) -> Ids:
         """Return the tokens of a range. Raises ValueError if they are not there, or not all of the tokenizer."""
-        ids, size = self._tokens[first:last], self._form.vocabulary
+        ids, size = self.tokens[first:last], self._form.vocabulary
         if not 0 <= first < last == first + len(ids) or (size is not None and ids.max() >= size):
             raise ValueError(f"tokens.bin does not have tokens of the tokenizer at {first} to {last}")
         return ids
