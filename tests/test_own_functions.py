@@ -236,6 +236,7 @@ class SimPO:
 """
     )
     rows = [{"prompt": f"{n} and 1?", "chosen": f"{n + 1} it is", "rejected": "who knows"} for n in range(200)]
+    (folder / "train.toml").write_text(CONFIG)
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     keys = ("data.path=pairs.jsonl", "data.format=preference", "train.loss=simpo.py:SimPO", "train.steps=20")
     run(folder, "--nproc", "2", *(word for key in keys for word in ("--set", key)))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from trueshard.train.own_code import blamed, own
 
 if TYPE_CHECKING:
     from trueshard.train.trainer import Trainer
@@ -40,13 +37,3 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
-
-
-def own_callbacks(names: Iterable[str]) -> list[Callback]:
-    """Return the callbacks of `train.callbacks`, "file.py:Class" each. Raises `UserError`."""
-    result: list[Callback] = []
-    for words in names:
-        kind = own("train.callbacks", words, base=Callback)
-        with blamed("train.callbacks", words):
-            result.append(kind())
-    return result

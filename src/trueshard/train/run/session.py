@@ -20,7 +20,7 @@ from trueshard.launching import STOPPED
 from trueshard.model import names
 from trueshard.sharding.engine import sharded
 from trueshard.train.averaging import Average
-from trueshard.train.callbacks import Callback, own_callbacks
+from trueshard.train.callbacks import Callback
 from trueshard.train.config import Config
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.data.loader import EvaluationLoader, Loader
@@ -39,6 +39,7 @@ from trueshard.train.metrics.step_metrics import (
 from trueshard.train.metrics.trackers import Tracking, trackers
 from trueshard.train.models.build import build, fill, plain_settings, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
+from trueshard.train.own_code import own
 from trueshard.train.preference import PreferenceLoss
 from trueshard.train.reducing import over_ranks
 from trueshard.train.run import checks, resuming
@@ -221,7 +222,8 @@ def build_trainer(
     fill(config, model, settings)
     seed_all((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
     callbacks = _reporters(ready, model, device)
-    callbacks[1:1] = own_callbacks(train.callbacks)  # behind what measures, before what writes
+    mine = [own("train.callbacks", words, base=Callback) for words in train.callbacks]
+    callbacks[1:1] = [kind() for kind in mine]  # behind what measures, before what writes
     loader: Any
     evaluation: Any
     loss: Loss
