@@ -33,7 +33,8 @@ from trueshard.machine import cpu_cores
 from trueshard.options import Options, ShardOptions, options_of, show_options
 from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
-from trueshard.verification import runs
+from trueshard.verification import locating, runs
+from trueshard.verification.modules import Located
 from trueshard.verification.report import Failure, Verified, contract
 from trueshard.verification.subjects import Case, ShardRefused, other_ranks, small_configuration
 from trueshard.verification.training import Progress
@@ -63,6 +64,9 @@ def verify(
     **options: Unpack[ShardOptions],
 ) -> Verified:
     """Train a few steps sharded over processes of this machine, and compare everything with one process that is not.
+
+    Where something differs in a step, two more runs name the first module whose inputs agree and whose output, or whose
+    inputs' gradient, does not: ``report.first``.
 
     Every loss, gradient, parameter and entry of optimizer state of each step is compared, names, dtypes, ties,
     trainability and membership are, and a checkpoint is loaded on another number of ranks, from which training goes on.
@@ -163,10 +167,7 @@ def _readers(nproc: int, replicate: int, choices: Options, plan: Plan | None) ->
 
 def _verified(case: Case, notes: list[str]) -> Verified:
     began = time.monotonic()
-    with with_extra():
-        import cloudpickle
-
-    (case.folder / "case.pickle").write_bytes(cloudpickle.dumps(case))
+    _leave_case(case)
     reference = _run(case, "reference", 1)
     if isinstance(reference, Failure):
         last = reference.trace.strip().splitlines()[-1:] or ["it said nothing"]
@@ -184,7 +185,35 @@ def _verified(case: Case, notes: list[str]) -> Verified:
     if case.changes_arithmetic:
         what = "Exact sums change" if case.is_exact else "Mixed precision or compiling changes"
         notes = [*notes, f"{what} the arithmetic: the one process has the same plan."]
-    return contract(reference, sharded, restored, setting, (*notes, *reference.notes))
+    report = contract(reference, sharded, restored, setting, (*notes, *reference.notes))
+    return report if report.held or isinstance(sharded, Failure) else replace(report, first=_first(case, sharded))
+
+
+def _leave_case(case: Case) -> None:
+    with with_extra():
+        import cloudpickle
+
+    (case.folder / "case.pickle").write_bytes(cloudpickle.dumps(case))
+
+
+def _first(case: Case, sharded: Mapping[str, Any]) -> Located | None:
+    """Return where the sharded run left the reference first, if it did in a step and two more runs find it."""
+    if (watched := locating.watched_step(sharded["steps"])) is None:
+        return None
+    step, in_gradients = watched
+    if not in_gradients:
+        words = "losses and gradients agree, and what the optimizer makes of them does not"
+        return Located("", "optimizer", step, None, math.nan, math.nan, words)
+    # Hooks of modules are not called in compiled code.
+    choices, plan = case.choices.replace(compile=False), case.plan and replace(case.plan, compile=False)
+    was_compiled = (choices, plan) != (case.choices, case.plan)
+    case = replace(case, watched=step, choices=choices, plan=plan)
+    _leave_case(case)
+    result = _run(case, "located_reference", 1)
+    result = result if isinstance(result, Failure) else _run(case, "located", case.ranks)
+    if result is None and was_compiled:
+        return Located("", "compiled code", step, None, math.nan, math.nan, "without compiling nothing differs")
+    return result if isinstance(result, Located) else None
 
 
 # The processes of a run
@@ -245,7 +274,9 @@ def work(folder: str, run: str) -> None:
         faulthandler.dump_traceback_later(limit / 2, repeat=True)  # for whoever waits for this rank in vain
         store = dist.FileStore(str(case.folder / f"{run}.store"), ranks)
         ensure_process_group(datetime.timedelta(seconds=limit), store)
-        result = getattr(runs, run)(case.on_other_ranks() if run == "restored" else case, progress)
+        result = getattr(locating if run.startswith("located") else runs, run)(
+            case.on_other_ranks() if run == "restored" else case, progress
+        )
         if rank == 0:
             (case.folder / f"{run}.pickle").write_bytes(pickle.dumps(result))
         dist.barrier()

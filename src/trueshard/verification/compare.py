@@ -135,7 +135,7 @@ class Tolerances:
     """
 
     def __init__(self, noise: Mapping[tuple[str, int, str], float], floor: float, floors: Mapping[str, float]) -> None:
-        self._noise, self._floor, self._floors = noise, floor, floors
+        self._noise, self.floor, self._floors = noise, floor, floors
         self._typical = {
             place: statistics.median_high([size for key, size in noise.items() if key[:2] == place])
             for place in {key[:2] for key in noise}
@@ -149,7 +149,7 @@ class Tolerances:
         usual = self._typical.get(("gradients" if kind == "gradient norm" else kind, step), 0.0)
         noise = max((self._noise.get((kind, earlier, name), 0.0) for earlier in range(1, step + 1)), default=0.0)
         floor = self._floors.get(name, 0.0) if kind == "parameters" else 0.0
-        return max(self._floor, floor, FACTOR * noise, FACTOR * usual)
+        return max(self.floor, floor, FACTOR * noise, FACTOR * usual)
 
     def rounding_alone(self, kind: str, step: int) -> int:
         """Return the number of tensors that cannot be compared."""

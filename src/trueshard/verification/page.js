@@ -28,6 +28,7 @@ $("closest").append(table(
   [["what", ""], ["tensor", "wide"], ["step", "number"], ["apart", "number"], ["allowed", "number"], ["share of it", ""]],
   data.closest.map((row) =>
     [row.kind, row.name || "(all)", String(row.step), row.words || small(row.relative), small(row.tolerance), share(row)])));
+$("where").textContent = data.where;
 $("notes").append(...data.notes.map((note) => element("li", {}, note)));
 for (const name of ["trace", "plan"]) $(name).textContent = data[name];
 for (const name of ["closest", "trace", "plan", "notes"]) $(`${name}-section`).hidden = data[name].length === 0;

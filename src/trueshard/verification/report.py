@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trueshard.files import replace_text
 from trueshard.planner.report.frame import framed
 from trueshard.verification.compare import Comparison
+from trueshard.verification.modules import Located
 
 if TYPE_CHECKING:
     from trueshard.verification.runs import Reference
@@ -75,6 +76,8 @@ class Verified:
     """The plan that was applied, as a table."""
     trace: str = ""
     """Traceback of a run that failed."""
+    first: Located | None = None
+    """Where training first differs, if it does in a step."""
 
     @property
     def held(self) -> bool:
@@ -86,6 +89,8 @@ class Verified:
         words = {"held": "held  ", "broken": "BROKEN", "not reached": "      "}
         lines = [headline(self.setting), ""]
         lines += [f"{words[point.status]}  {point.name:<{width}}  {point.detail}".rstrip() for point in self.points]
+        if self.first is not None:
+            lines += ["", str(self.first)]
         if self.trace:
             lines += ["", self.trace.rstrip()]
         if self.notes:
@@ -93,7 +98,7 @@ class Verified:
         return "\n".join([*lines, "", verdict(self)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values: ``held``, ``points``, ``setting``, ``notes``, ``closest``, ``plan``, ``trace``.
+        """Return JSON values: ``held``, and the fields by name.
 
         Infinite differences (a tensor that is missing, or NaN on one side) are None.
         """
@@ -284,4 +289,5 @@ def write_page(report: Verified, path: Path) -> None:
     name, _, settings = headline(report.setting).partition("\n")
     title = f"{report.setting['name']}: {verdict(report)}"
     data = report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)}
+    data["where"] = "" if report.first is None else str(report.first)
     replace_text(path, framed(title, str(report), data, __package__, "page.html", "page.css", "page.js"))

@@ -147,8 +147,7 @@ def reference(case: Case, progress: Progress) -> Reference:
             store.write(kind, step, name, tensor)
     ending = compare.structure_of(setup.model, setup.optimizers)
     _check_trains(subject.name, losses, store, case.steps)
-    precision = None if setup.plan is None else setup.plan.mixed_precision
-    compute = None if precision is None or precision.compute is None else getattr(torch, precision.compute)
+    compute = compute_dtype(setup)
     floor, floors = _floors(setup, [mode.dtypes for mode in short], compute)
     runtime = runtime_of(unwrap(setup.model))
     coarse = [] if runtime is None or runtime.exact is None else runtime.exact.coarse
@@ -156,7 +155,7 @@ def reference(case: Case, progress: Progress) -> Reference:
     again = build()
     _check_repeatable(subject.name, setup.model, again.model, store)
     del setup
-    noise = _rounding_noise(subject, again, record, progress, compute)
+    noise = _rounding_noise(subject, again, record, progress)
     parameters = list(again.model.parameters())
     draws = any(DRAWS in group for optimizer in again.optimizers for group in optimizer.param_groups)
     drawn = ["The optimizer draws random numbers, and plain training would draw others: it is not compared."] * draws
@@ -182,18 +181,32 @@ def reference(case: Case, progress: Progress) -> Reference:
     )
 
 
-def _rounding_noise(
-    subject: Subject, setup: TrainingSetup, record: RunRecord, progress: Progress, compute: torch.dtype | None
-) -> dict[tuple[str, int, str], float]:
-    """Return how far rounding errors of ``compute``, or of its own dtypes, take a run, by kind, step and name."""
-    comparer = Comparer(subject.case, Tolerances({}, 0.0, {}), ())
-    random = torch.Generator().manual_seed(0)
+def compute_dtype(setup: TrainingSetup) -> torch.dtype | None:
+    """Return the dtype in which units compute, if it is not that of their parameters."""
+    precision = None if setup.plan is None else setup.plan.mixed_precision
+    return None if precision is None or precision.compute is None else getattr(torch, precision.compute)
+
+
+def shaken(
+    subject: Subject, setup: TrainingSetup, record: RunRecord, progress: Progress
+) -> Iterator[tuple[str, int, Named]]:
+    """Yield what ``train`` does of a run that rounding errors disturb: of its first parameters, and of gradients."""
+    random, compute = torch.Generator().manual_seed(0), compute_dtype(setup)
     for parameter in setup.model.parameters():
         if parameter.requires_grad:
             _shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
     for kind, step, values in train(subject, setup, record, progress):
         for gradient in values.values() if kind == "gradients" else ():
             _shake(gradient, compute or gradient.dtype, random)
+        yield kind, step, values
+
+
+def _rounding_noise(
+    subject: Subject, setup: TrainingSetup, record: RunRecord, progress: Progress
+) -> dict[tuple[str, int, str], float]:
+    """Return how far rounding errors take a run, by kind, step and name."""
+    comparer = Comparer(subject.case, Tolerances({}, 0.0, {}), ())
+    for kind, step, values in shaken(subject, setup, record, progress):
         if step:
             comparer.see(kind, step, values)
     return {(one.kind, one.step, one.name): one.relative for one in comparer.compared if not one.words}

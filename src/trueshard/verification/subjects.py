@@ -78,6 +78,7 @@ class Case:
     optimizer: str | None
     threads: int  # threads of each process: with another number, sums are taken in another order
     timeout: float
+    watched: int = 0  # step whose modules are looked at, in runs of their own
 
     def get(self, name: str) -> Any:
         return pickle.loads((self.folder / f"{name}.pickle").read_bytes())

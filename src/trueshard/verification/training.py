@@ -28,6 +28,7 @@ from trueshard.optim.exact import loss_on_grid
 from trueshard.sharding.hooks import runtime_of
 from trueshard.verification import compare
 from trueshard.verification.compare import Named
+from trueshard.verification.modules import Recorder
 from trueshard.verification.subjects import Subject, TrainingSetup, tensors_of
 
 
@@ -71,19 +72,15 @@ def train(
     their own norm at every second step. ``stepping``: contexts for the steps of each optimizer.
     """
     runtime = runtime_of(unwrap(setup.model))
-    rank, ranks = (0, 1) if runtime is None else runtime.axes.reader
-    case, count = subject.case, subject.case.parts // ranks
-    parts, scaler = range(rank * count, (rank + 1) * count), setup.scaler
+    case, parts, scaler = subject.case, parts_here(subject, setup.model), setup.scaler
     for kind in ("parameters", "buffers") if first == 1 else ():
         yield kind, 0, compare.values_of(kind, setup.model)
     for step in range(first, case.steps + 1):
         progress.stage = f"step {step}: forward and backward"
-        microbatches = [
-            (part, number, batch) for part in parts for number, batch in enumerate(subject.microbatches(step, part))
-        ]
+        microbatches = microbatches_of(subject, step, parts)
         for part, number, batch in microbatches:
             record.check_batch(subject.name, (step, part, number), batch)
-        loss = _accumulate(setup, microbatches, step, case.seed)
+        loss = accumulate(setup, microbatches, step, case.seed)
         if scaler is not None:
             for optimizer in setup.optimizers:
                 scaler.unscale_(optimizer)
@@ -111,7 +108,26 @@ def train(
             optimizer.zero_grad()
 
 
-def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], step: int, seed: int) -> float:
+Microbatches = list[tuple[int, int, Any]]
+"""(part, number in the part, batch)."""
+
+
+def microbatches_of(subject: Subject, step: int, parts: Sequence[int]) -> Microbatches:
+    """Return those of some parts of a step's global batch, on the CPU."""
+    return [(part, number, batch) for part in parts for number, batch in enumerate(subject.microbatches(step, part))]
+
+
+def parts_here(subject: Subject, model: nn.Module) -> range:
+    """Return the parts of the global batch that this rank takes."""
+    runtime = runtime_of(unwrap(model))
+    rank, ranks = (0, 1) if runtime is None else runtime.axes.reader
+    count = subject.case.parts // ranks
+    return range(rank * count, (rank + 1) * count)
+
+
+def accumulate(
+    setup: TrainingSetup, microbatches: Microbatches, step: int, seed: int, recorder: Recorder | None = None
+) -> float:
     """Run forward and backward of all microbatches; return the mean loss over the global batch."""
     runtime = runtime_of(unwrap(setup.model))
     context = None if runtime is None else runtime.axes.along.get("context")
@@ -124,12 +140,16 @@ def _accumulate(setup: TrainingSetup, microbatches: list[tuple[int, int, Any]], 
     for place, (part, number, batch) in enumerate(microbatches, start=1):
         last = place == len(microbatches)
         seed_all(seed + 1_000_003 * step + 1_009 * part + number)
+        if recorder is not None:
+            recorder.begin(part, number)
         with contextlib.nullcontext() if setup.plan is None else trueshard.accumulate(setup.model, last=last):
             moved = _torch.to_device(batch, device)
             value = setup.loss(setup.model, moved if context is None else trueshard.split_sequence(setup.model, moved))
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shown = list(value.shape) if isinstance(value, torch.Tensor) else f"{value!r}"
                 raise ValueError(f"the loss is {shown}; it must be a tensor with one number")
+            if recorder is not None:
+                recorder.end_forward(value)
             scaled = value / count if mean is None else mean(value)
             (scaled if setup.scaler is None else setup.scaler.scale(scaled)).backward()
         total += loss_on_grid(value).cpu() if runtime is not None and runtime.exact else value.detach().double().cpu()

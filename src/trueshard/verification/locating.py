@@ -1,0 +1,110 @@
+"""The two runs that find the first module at which a sharded run leaves the reference, see ``modules``.
+
+Both train up to the step before the one that is watched, and take its forward and backward under a ``Recorder``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trueshard import _torch
+from trueshard.errors import one_line
+from trueshard.verification import compare
+from trueshard.verification.compare import FACTOR, Comparison, Named, Tolerances
+from trueshard.verification.modules import Located, Measure, Recorder, Writer, locate
+from trueshard.verification.runs import shaken
+from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
+from trueshard.verification.training import Microbatches, Progress, accumulate, microbatches_of, parts_here, train
+
+SOURCE = "modules"
+"""Name of the reference's result, and of the folder of its tensors."""
+
+
+def watched_step(comparisons: list[Comparison]) -> tuple[int, bool] | None:
+    """Return the first step at which something is wrong, and whether its gradients are; None before training."""
+    wrong = [one for one in comparisons if not one.held and one.step]
+    if not wrong:
+        return None
+    step = min(one.step for one in wrong)
+    return step, any(one.kind in ("losses", "gradients", "gradient norm") for one in wrong if one.step == step)
+
+
+def located_reference(case: Case, progress: Progress) -> tuple[Tolerances, str]:
+    """Leave the watched step's tensors in ``case.tensors(SOURCE)``; return what they may be apart, and why."""
+    subject, first = subject_of(case.on_other_ranks()), case.get("reference")
+    build = subject.sharded if case.changes_arithmetic else subject.plain
+    store, step = case.tensors(SOURCE), case.watched
+    progress.stage = "building the model"
+    setup = build()
+    microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
+    wide, missing = None, " (float64: the model cannot be copied)"
+    if not case.changes_arithmetic:
+        try:
+            wide = copy.deepcopy(setup.model)
+        except Exception as error:
+            missing = f" (float64: {one_line(error)})"
+    _watch(setup, Writer(store, step), microbatches, step, case.seed)
+    rounded, exact = Measure(store, step), Measure(store, step)
+    if wide is not None:
+        del setup.model
+        try:
+            widened = TrainingSetup(wide.double(), setup.optimizers, setup.loss)
+            _watch(widened, exact, _widened(microbatches), step, case.seed)
+            missing = ""
+        except (RuntimeError, TypeError, ValueError) as error:
+            exact, missing = Measure(store, step), f" (float64: {one_line(error)})"
+    again = build()
+    microbatches = _before(shaken(subject, again, first.record, progress), subject, again, step)
+    _watch(again, rounded, microbatches, step, case.seed)
+    noise = {key: max(size, exact.noise.get(key, 0.0)) for key, size in rounded.noise.items()}
+    source = f": {FACTOR:g} times what float64 and rounding errors change of it{missing}"
+    return Tolerances(noise, first.tolerances.floor, {}), source
+
+
+def located(case: Case, progress: Progress) -> Located | None:
+    """Return where the sharded run leaves the reference in the watched step. Collective."""
+    subject, first, (tolerances, source) = subject_of(case), case.get("reference"), case.get("located_reference")
+    progress.stage = "shard()"
+    setup, step = subject.sharded(), case.watched
+    microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
+    measure = Measure(case.tensors(SOURCE), step)
+    _watch(setup, measure, microbatches, step, case.seed)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, measure.apart(tolerances, case.is_exact))
+    gradients = {}
+    expected = case.tensors("reference")
+    known = set(expected.names("gradients", step))
+    for name, gradient in compare.gathered_tensors(compare.values_of("gradients", setup.model)):
+        if name in known:
+            one, two = gradient.double(), expected.read("gradients", step, name).double()
+            apart = compare.distance(one, two)[1]
+            allowed = 0.0 if case.is_exact else first.tolerances.of("gradients", step, name)
+            gradients[name] = apart, allowed, float((one * two).sum() / two.square().sum())
+    return locate(by_rank, gradients, step, source)
+
+
+def _before(run: Iterator[tuple[str, int, Named]], subject: Subject, setup: TrainingSetup, step: int) -> Microbatches:
+    """Take the steps before ``step``; return this rank's microbatches of that one."""
+    for kind, at, _ in run:
+        if at == step - 1 and kind == ("state" if at else "buffers"):  # the last that is yielded of a step
+            break
+    for optimizer in setup.optimizers:
+        optimizer.zero_grad()
+    return microbatches_of(subject, step, parts_here(subject, setup.model))
+
+
+def _watch(setup: TrainingSetup, sink: Any, microbatches: Microbatches, step: int, seed: int) -> None:
+    with Recorder(setup.model, sink).watching() as recorder:
+        accumulate(setup, microbatches, step, seed, recorder)
+
+
+def _widened(microbatches: Microbatches) -> Microbatches:
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return [(part, number, _torch.mapped(wide, batch)) for part, number, batch in microbatches]
