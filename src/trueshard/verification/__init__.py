@@ -204,6 +204,8 @@ def _first(case: Case, sharded: Mapping[str, Any]) -> Located | None:
     if not in_gradients:
         words = "losses and gradients agree, and what the optimizer makes of them does not"
         return Located("", "optimizer", step, None, math.nan, math.nan, words)
+    if case.splits:  # ranks have parts of what modules return, of its loss too
+        return None
     # Hooks of modules are not called in compiled code.
     choices, plan = case.choices.replace(compile=False), case.plan and replace(case.plan, compile=False)
     was_compiled = (choices, plan) != (case.choices, case.plan)

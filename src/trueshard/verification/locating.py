@@ -74,8 +74,9 @@ def located(case: Case, progress: Progress) -> Located | None:
     microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
     measure = Measure(case.tensors(SOURCE), step)
     _watch(setup, measure, microbatches, step, case.seed)
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, measure.apart(tolerances, case.is_exact))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (measure.apart(tolerances, case.is_exact), measure.passed_over))
+    by_rank, passed_over = [apart for apart, _ in ranks], sum(count for _, count in ranks)
     gradients = {}
     expected = case.tensors("reference")
     known = set(expected.names("gradients", step))
@@ -85,7 +86,7 @@ def located(case: Case, progress: Progress) -> Located | None:
             apart = compare.distance(one, two)[1]
             allowed = 0.0 if case.is_exact else first.tolerances.of("gradients", step, name)
             gradients[name] = apart, allowed, float((one * two).sum() / two.square().sum())
-    return locate(by_rank, gradients, step, source)
+    return locate(by_rank, gradients, step, source, passed_over)
 
 
 def _before(run: Iterator[tuple[str, int, Named]], subject: Subject, setup: TrainingSetup, step: int) -> Microbatches:

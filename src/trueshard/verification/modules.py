@@ -81,7 +81,7 @@ class Located:
     """Size of the differences over that of the expected tensor."""
     tolerance: float
     words: str
-    """What agrees, what does not, and what the tolerance follows from."""
+    """Description: what agrees, what does not, and what the tolerance follows from."""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -193,14 +193,18 @@ class Measure:
         self.noise: dict[tuple[str, int, str], float] = {}
         """Distance by side, step and place, in their order."""
         self.places: list[Place] = []
+        self.passed_over = 0
+        """Tensors of another shape."""
 
     def __call__(self, place: Place, tensor: torch.Tensor) -> None:
         if place.key not in self._names[place.side]:
             return
         expected, actual = self._store.read(place.side, self._step, place.key), tensor.cpu()
-        if expected.shape == actual.shape:
-            self.noise[place.side, self._step, place.key] = compare.distance(actual, expected)[1]
-            self.places.append(place)
+        if expected.shape != actual.shape:
+            self.passed_over += 1
+            return
+        self.noise[place.side, self._step, place.key] = compare.distance(actual, expected)[1]
+        self.places.append(place)
 
     def apart(self, tolerances: Tolerances, exactly: bool) -> list[Apart]:
         """Return the tensors that are further away than they may be, in their order."""
@@ -214,7 +218,11 @@ class Measure:
 
 
 def locate(
-    by_rank: Sequence[Sequence[Apart]], gradients: Mapping[str, tuple[float, float, float]], step: int, source: str
+    by_rank: Sequence[Sequence[Apart]],
+    gradients: Mapping[str, tuple[float, float, float]],
+    step: int,
+    source: str,
+    passed_over: int = 0,
 ) -> Located | None:
     """Return where the sharded run leaves the reference first, or None if all that was seen agrees.
 
@@ -223,6 +231,7 @@ def locate(
         gradients: by parameter, how far its summed gradient is apart, what it may be, and the factor between both.
         step: the one that was looked at.
         source: of the tolerances, in words.
+        passed_over: tensors that were not compared.
     """
     for where, sides in (("forward", FORWARD), ("backward", BACKWARD)):
         firsts = _firsts(by_rank, sides)
@@ -251,10 +260,11 @@ def locate(
         return None
     name = max(wrong, key=lambda name: wrong[name][0] / wrong[name][1] if wrong[name][1] else math.inf)
     relative, tolerance, factor = wrong[name]
+    parts = f" ({passed_over:,} tensors that are parts were not compared)" if passed_over else ""
     times = f", {factor:.3g} times what it should be" if abs(factor - 1) > tolerance else ""
     words = (
         f"that of {name!r} is {relative:.2g} of the scale apart{times}; what goes through its module forward and "
-        "backward agrees on every rank: look at hooks on the parameter, and at the sum over ranks and microbatches"
+        f"backward agrees on every rank{parts}: look at hooks on the parameter, and at the sum over ranks and microbatches"
     )
     return Located(name.rpartition(".")[0], "gradient", step, None, relative, tolerance, words)
 

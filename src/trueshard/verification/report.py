@@ -77,7 +77,7 @@ class Verified:
     trace: str = ""
     """Traceback of a run that failed."""
     first: Located | None = None
-    """Where training first differs, if it does in a step."""
+    """Place at which training first differs, if it does in a step."""
 
     @property
     def held(self) -> bool:
