@@ -264,7 +264,7 @@ def locate(
     times = f", {factor:.3g} times what it should be" if abs(factor - 1) > tolerance else ""
     words = (
         f"that of {name!r} is {relative:.2g} of the scale apart{times}; what goes through its module forward and "
-        f"backward agrees on every rank{parts}: look at hooks on the parameter, and at the sum over ranks and microbatches"
+        f"backward agrees on every rank{parts}: look at hooks on the parameter, and at its sum over ranks"
     )
     return Located(name.rpartition(".")[0], "gradient", step, None, relative, tolerance, words)
 
