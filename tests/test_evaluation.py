@@ -15,7 +15,7 @@ import corpora
 import trueshard
 from messages import lacking, naming
 from parity import Ranks
-from running import CONFIG, metrics, run
+from running import CONFIG, end, metrics, run, start
 from showing import answer, data_of, record, write_run, write_samples
 from test_trainer import Batches, build
 from trueshard.errors import UserError
@@ -269,9 +269,10 @@ def test_answers_and_metrics_are_the_same_at_any_number_of_ranks_and_after_a_res
         (folder / "train.toml").write_text(text)
         if ranks == 3:
             run(folder, "--nproc", "2", "--set", "train.steps=3")
-        output = run(folder, "--nproc", str(ranks))
+        code, output, said = end(start(folder, "--nproc", str(ranks)))
+        assert code == 0, output + said
         found[ranks] = (answers_of(folder), evaluations(folder), (folder / "run/checkpoints/best").resolve().name)
-        assert lacking(output, "sums_f1", "samples.jsonl") == []
+        assert lacking(output + said, "sums_f1", "samples.jsonl", "evaluation.generate = 5: 1 of one") == []
     answers, evaluated, best = found[1]
     assert found[3] == found[1]
     assert [(line["step"], line["set"], line["prompt"]) for line in answers if line["set"] == "one"] == [

@@ -20,6 +20,7 @@ from torch import nn
 from trueshard.axes import sizes_of
 from trueshard.errors import UserError
 from trueshard.model import names
+from trueshard.text import logger
 from trueshard.train.config import Config
 from trueshard.train.data.batches import IGNORED, Samples
 from trueshard.train.data.order import Order
@@ -94,7 +95,7 @@ class GeneratedAnswers(SamplesWriter):
             raise UserError(f"evaluation.generate: a {type(root).__name__} has no generate(); remove it")
         section, self._model, self._encoder = config.evaluation, model, PromptEncoder(data.tokenizer)
         self._metrics, self._ends = [metric_of(words) for words in section.metrics], ends_of(model, self._encoder)
-        self._pieces, self._most = pieces_of(data.tokenizer), section.tokens
+        self._pieces, self._most, self._wanted = pieces_of(data.tokenizer), section.tokens, section.generate or 0
         # Ranks that share matrices or sequences answer different prompts, each with a copy of its own.
         shares = any(size > 1 for size in sizes_of(config.shard.options()).values())
         self._rollout = RolloutSection(batch=section.batch, copy="gathered" if shares else "auto")
@@ -110,6 +111,10 @@ class GeneratedAnswers(SamplesWriter):
     def on_start(self, trainer: Trainer) -> None:
         super().on_start(trainer)
         self._trainer = trainer
+        few = {name: len(each) for name, each in self._questions.items() if len(each) < self._wanted}
+        if few and trainer.rank == 0:
+            counts = ", ".join(f"{count} {f'of {name}' * bool(name)}".rstrip() for name, count in few.items())
+            logger.warning("prompts that fit, of evaluation.generate = %d: %s", self._wanted, counts)
 
     def __call__(self) -> Metrics:
         """Return the metrics of all sets. Collective; the same on every rank."""
