@@ -121,8 +121,7 @@ def test_all_pieces_of_a_record_are_held_out_or_none(tmp_path: Path, tokenizer: 
         data = {"format": "preference"}
     settings = config(tmp_path, tokenizer, records, **data, evaluation={"fraction": 0.25})
     made = corpora.made(settings)
-    assert made.evaluation is not None
-    places = [{part.where(n) for n in range(len(part))} for part in (made.train, made.evaluation)]  # type: ignore
+    places = [{part.where(n) for n in range(len(part))} for part in (made.train, made.evaluation[""])]  # type: ignore
     assert [len(each) for each in places] == [15, 5]
     assert not places[0] & places[1]
     assert len(made) == 15 * (4 if rows == 1 else 1)
