@@ -229,3 +229,15 @@ def test_an_accumulation_in_the_file_of_an_exact_run_is_refused(tmp_path: Path) 
         load_config(file)
     assert load_config(file, ["train.microbatch=4"]).train.accumulate == 1
     assert load_config(file, ["train.accumulate="]).train.microbatch == 1
+
+
+def test_what_goes_with_another_format_than_the_data_show_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("no conversation")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\ndir = "{tmp_path}/run"\n[model]\nconfig = "a"\n[tokenizer]\npath = "b"\n'
+        f'[data]\npath = "{tmp_path}/a.txt"\npacking = false\n[train]\nsteps = 1\n'
+    )
+    with pytest.raises(UserError, match=r"^data\.packing goes with data\.format") as error:
+        located(load_config(file, []))
+    assert "\n" not in str(error.value)

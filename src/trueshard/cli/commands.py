@@ -201,13 +201,11 @@ def _run(
     """Launch a training run or, where a launcher has started this process, join it as a worker."""
     from trueshard.train.parse import load_config
     from trueshard.train.run.launcher import start
-    from trueshard.train.run.log import logged
 
     flags = [f"--{name}" for name, is_set in (("profile", profile), ("override", override)) if is_set]
     command = ["train", str(path), *(f"--set={text}" for text in overrides), *flags]
     config = load_config(path, overrides)
-    with logged(config.run.folder):
-        code = start(config, command, nproc=nproc, cpu_processes=cpu_processes, profile=profile, override=override)
+    code = start(config, command, nproc=nproc, cpu_processes=cpu_processes, profile=profile, override=override)
     raise typer.Exit(code)
 
 

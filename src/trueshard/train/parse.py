@@ -59,7 +59,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}: {_describe(error)}") from None
+        raise UserError(f"{path}: {described(error)}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -104,7 +104,8 @@ def set_key(tree: dict[str, Any], text: str) -> None:
     table[last] = parsed["value"] if list(parsed) == ["value"] else value.strip()
 
 
-def _describe(error: ValidationError) -> str:
+def described(error: ValidationError) -> str:
+    """Return the first problem of a configuration, with its key, in one line."""
     problems: dict[str, list[Any]] = {}  # of a union, each branch has one
     for item in error.errors():
         problems.setdefault(_dotted(item["loc"]), []).append(item)

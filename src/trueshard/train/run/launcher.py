@@ -28,6 +28,7 @@ from trueshard.train.config import Config
 from trueshard.train.metrics.step_metrics import NAME as METRICS
 from trueshard.train.run import checks
 from trueshard.train.run.incidents import Incident
+from trueshard.train.run.log import logged
 from trueshard.train.run.worker import OUT_OF_MEMORY, work
 from trueshard.train.run.world import RUN_ID, check_srun, launcher_of
 
@@ -55,17 +56,25 @@ def start(
     ``command`` is the command line with which workers are started.
     """
     launcher = launcher_of(os.environ)
+    log = logged(config.run.folder) if replayed is None else contextlib.nullcontext()
     if launcher is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc}: {launcher} has already started the processes; leave --nproc out")
-        work(config, override=override, profile=profile, replayed=replayed)
+        with log:
+            work(config, override=override, profile=profile, replayed=replayed)
     if nproc is None:
         check_srun(os.environ)
     nproc = checks.process_count(nproc, cpu_processes)
     with checks.held(config.run.folder):
         ready = checks.check(config, nproc, override=override)
+    with log:  # not before: what is refused leaves nothing behind
+        return _start(ready, command, nproc, is_replay=replayed is not None)
+
+
+def _start(ready: checks.Ready, command: Sequence[str], nproc: int, *, is_replay: bool) -> int:
+    """Run the workers, unless the run is complete; return the exit code."""
     checks.tell_changes(ready)
-    if replayed is None and checks.tell_if_complete(ready, aloud=True):
+    if not is_replay and checks.tell_if_complete(ready, aloud=True):
         return 0
     try:
         code = _supervise(ready, command, nproc)
@@ -73,7 +82,7 @@ def start(
         code = STOPPED
     finally:
         _end_memory(ready.config)
-    if replayed is None and code == STOPPED and not checks.checkpoints_of(config).steps():
+    if not is_replay and code == STOPPED and not checks.checkpoints_of(ready.config).steps():
         print("Stopped before the first checkpoint; the same command begins again.")
     return code
 

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 import trueshard
 from trueshard.checkpoint.catalogue import names_newest
 from trueshard.errors import UserError, with_kind
@@ -24,6 +26,7 @@ from trueshard.text import load_json
 from trueshard.train.config import Config
 from trueshard.train.data.formats import find_format
 from trueshard.train.models.config import is_hub_name
+from trueshard.train.parse import described
 
 QUIET = (
     *("run.dir", "run.restarts", "run.spares", "run.timeout", "train.keep", "train.log_every", "data.prefetch"),
@@ -129,12 +132,18 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return `config` with other values for some dotted keys, validated again."""
+    """Return `config` with other values for some dotted keys, validated again; `UserError` if they do not go together.
+
+    What goes with one format of data only is refused here, where the format was left out.
+    """
     tree = config.model_dump(by_alias=True, exclude_unset=True)
     for key, value in settings.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    return Config.model_validate(tree)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(described(error)) from None
 
 
 def resolved(config: Config, ranks: int) -> Config:
