@@ -92,13 +92,13 @@ def data(
     from trueshard.train.parse import load_config
     from trueshard.train.run import survey_report
 
-    found = survey_report.survey_of(load_config(config, overrides or []), samples, keep=prepare)
+    survey = survey_report.survey_of(load_config(config, overrides or []), samples, keep=prepare)
     if html is not None:
-        survey_report.write_page(found, html)
+        survey_report.write_page(survey, html)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(survey, indent=1))
     else:
-        survey_report.show(found)
+        survey_report.show(survey)
 
 
 def demo(nproc: Nproc = None, overrides: Overrides = None) -> None:

@@ -279,7 +279,7 @@ def _prompts(file: Path, chosen: Chosen) -> tuple[dict[tuple[str, int], Line], d
             prompt |= {
                 "name": f"{of_set} {number}".strip(),
                 "target": lines[0].get("target"),
-                "score": _score_of(lines[0]),
+                "score": score_of(lines[0]),
             }
             prompts.setdefault((of_set, number), prompt)["groups"].append(group)
     return dict(sorted(prompts.items())), left_out
@@ -303,7 +303,7 @@ def _answer(line: Line) -> Line:
     }
 
 
-def _score_of(line: Line) -> str:
+def score_of(line: Line) -> str:
     """Return what is ``reward`` in a line: the name of a metric, in an evaluation."""
     return next(iter(line.get("parts", {})), "reward") if "target" in line else "reward"
 

@@ -111,13 +111,16 @@ class Watched:
 
     def answers(self) -> list[str]:
         """Return the best and the worst answer of the newest step that has some, a line each."""
-        found: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for line in _end_of(self.folder / answers.NAME).splitlines(keepends=True)[-64:]:
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                found.append(answers.answer_of(line.encode()))
-        newest = sorted((each for each in found if each["step"] == found[-1]["step"]), key=lambda each: -each["reward"])
-        ends = newest[:1] + newest[1:][-1:]
-        return [f"answer of step {each['step']}, reward {each['reward']:.3f}: {each['text']!r}" for each in ends]
+                records.append(answers.answer_of(line.encode()))
+        newest = [record for record in records if record["step"] == records[-1]["step"]]
+        newest.sort(key=lambda record: -record["reward"])
+        return [
+            f"answer of step {record['step']}, {answers.score_of(record)} {record['reward']:.3f}: {record['text']!r}"
+            for record in newest[:1] + newest[1:][-1:]
+        ]
 
 
 # In the terminal
@@ -219,8 +222,8 @@ class Server(ThreadingHTTPServer):
         for run in self._runs:
             run.read()
         live = [run.live() for run in self._runs]
-        for i, each in enumerate(live):
-            each["samples"] = f"samples{i}" if each["samples"] else None
+        for i, state in enumerate(live):
+            state["samples"] = f"samples{i}" if state["samples"] else None
         return [RunRecords(run.name, run.records) for run in self._runs], live
 
     def _data(self) -> str:
@@ -248,8 +251,12 @@ def watch(paths: Sequence[Path], port: int | None = None, console: Console | Non
     Raises `UserError`: the port is taken, or a run is given twice.
     """
     files = [path.expanduser().resolve() for path in paths]
-    found = named([file if file.suffix == ".jsonl" else file / NAME for file in files])
-    runs, console, head = [Watched(name, file.parent) for name, file in found], console or Console(highlight=False), ""
+    runs_by_name = named([file if file.suffix == ".jsonl" else file / NAME for file in files])
+    runs, console, head = (
+        [Watched(name, file.parent) for name, file in runs_by_name],
+        console or Console(highlight=False),
+        "",
+    )
     lock: Any = contextlib.nullcontext()
     if port is not None:
         try:

@@ -55,6 +55,7 @@ def survey(config: Config, data: Prepared, samples: int) -> dict[str, Any]:
                 whole = (targets == sizes - 1) & store.counted[np.cumsum(sizes) - sizes]
                 warnings += _told("every token of {} is a target, the prompt, too", store, whole)
             warnings += _doubled(store, data.tokenizer)
+        samples = min(samples, len(data))  # of fewer than a batch, the first step takes some again
     rows = list(itertools.islice(_rows(config, data), samples))
     blank = [
         row["where"] for row in rows if config.rl is None and not any("1" in part["counts"] for part in row["parts"])
@@ -76,15 +77,15 @@ def survey(config: Config, data: Prepared, samples: int) -> dict[str, Any]:
 
 def _files(config: Config) -> list[list[Any]]:
     """Return of each format that first records show: its name, how many files, and the place of the first."""
-    found, places = Counter[str](), dict[str, str]()
+    formats, places = Counter[str](), dict[str, str]()
     for record in firsts(config.data):
         name = " or ".join(shown(config.data, record))
-        found[name] += 1
+        formats[name] += 1
         places.setdefault(name, record.where)
     files = [file for source in find(config.data) for file in source.files]
-    if not found:
-        found["text"], places["text"] = len(files), files[0]
-    return [[name, count, places[name]] for name, count in found.items()]
+    if not formats:
+        formats["text"], places["text"] = len(files), files[0]
+    return [[name, count, places[name]] for name, count in formats.items()]
 
 
 def _targets(store: StoredSamples, sizes: Numbers) -> Numbers:
@@ -126,14 +127,14 @@ def _doubled(store: StoredSamples, tokenizer: Any) -> Iterator[str]:
     """Yield a warning for each special token that follows itself in a document, as two that begin one."""
     ends, special = store.places[:, 3], np.zeros(1 + max(tokenizer.get_vocab().values()), dtype=np.bool_)
     special[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
-    found = dict[int, list[int]]()
+    repeated = dict[int, list[int]]()
     for at in range(0, len(store.tokens), WIDE):
         ids = store.tokens[at : at + WIDE + 1]
         for place in (at + 1 + np.flatnonzero((ids[1:] == ids[:-1]) & special[ids[1:]])).tolist():
             document = int(np.searchsorted(ends, place, side="right"))
             if not document or place > ends[document - 1]:  # not the end of one document and the beginning of the next
-                found.setdefault(int(store.tokens[place]), []).append(document)
-    for token, documents in found.items():
+                repeated.setdefault(int(store.tokens[place]), []).append(document)
+    for token, documents in repeated.items():
         name, first = tokenizer.convert_ids_to_tokens(token), store.origin(documents[0])
         yield f"{name} follows itself {len(documents):,} times (first: {first}), by the template or in the text"
 

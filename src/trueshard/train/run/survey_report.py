@@ -49,38 +49,38 @@ def survey_of(config: Config, samples: int, *, keep: bool = False) -> dict[str, 
         return survey(config, prepare(config, frozen=False, make=True), samples)
 
 
-def show(found: dict[str, Any]) -> None:
+def show(data: dict[str, Any]) -> None:
     """Print a survey: targets in colour or, where there is none, between ⟦ and ⟧."""
     console = Console(highlight=False, soft_wrap=True)
-    for line in _lines(found):
+    for line in _lines(data):
         console.print(line)
-    for sample in found["samples"]:
+    for sample in data["samples"]:
         console.print(Text(f"\n{sample['where']}", style="bold"))
         console.print(_tokens(sample["parts"], console.is_terminal))
 
 
-def write_page(found: dict[str, Any], file: Path) -> None:
+def write_page(data: dict[str, Any], file: Path) -> None:
     """Write a survey as a page that holds all it needs. Raises `UserError` if the file cannot be written."""
-    samples = [f"{sample['where']}\n{_tokens(sample['parts'], False)}" for sample in found["samples"]]
-    text = "\n".join([*map(str, _lines(found)), *samples])
+    samples = [f"{sample['where']}\n{_tokens(sample['parts'], False)}" for sample in data["samples"]]
+    text = "\n".join([*map(str, _lines(data)), *samples])
     files = ("survey.html", "survey.css", "survey.js")
     with explained(f"--html: {file} cannot be written", "choose another", OSError, one_line):
-        replace_text(file, framed(f"{found['headline']}: data", text, found, __package__, *files))
+        replace_text(file, framed(f"{data['headline']}: data", text, data, __package__, *files))
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str | Text]:
+def _lines(data: dict[str, Any]) -> Iterator[str | Text]:
     """Yield the lines before the samples: files, counts, lengths, warnings."""
-    counts = found["counts"]
-    yield f"{found['headline']}: {found['noun']}, sequences of {found['length']:,} tokens"
-    for name, count, place in found["files"]:
+    counts = data["counts"]
+    yield f"{data['headline']}: {data['noun']}, sequences of {data['length']:,} tokens"
+    for name, count, place in data["files"]:
         yield f"  {count:,} file{'s' if count > 1 else ''} of format {name} (first: {place})"
     yield ", ".join(f"{count:,} {noun}" for noun, count in counts.items()) or "streamed: not counted"
     if counts.get("targets"):
         yield f"{counts['targets'] / counts['tokens']:.1%} of the tokens are targets"
-    most = max((count for *_, count in found["lengths"]), default=0)
-    for first, last, count in found["lengths"]:
+    most = max((count for *_, count in data["lengths"]), default=0)
+    for first, last, count in data["lengths"]:
         yield f"{first:>9,} to {last:>9,} tokens {count:>9,} {'█' * -(-count * WIDTH // most)}"
-    for warning in found["warnings"]:
+    for warning in data["warnings"]:
         yield Text(f"! {warning}", style="yellow")
 
 
