@@ -247,7 +247,7 @@ def test_a_metric_that_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch:
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, changes: dict[str, Any], words: Any) -> None:
-    with pytest.raises(ValueError, match=naming(*words)):
+    with pytest.raises(UserError, match=naming(*words)):
         with_settings(settings_of(tmp_path), changes)
 
 

@@ -141,9 +141,9 @@ class OwnLoader:
             generator = torch.Generator()  # of its own: else each pass would draw from the training's
             self._torch = DataLoader(self._batches, batch_size=None, generator=generator, **self._options)
         before, made = random_states(None), iter(self._torch)
-        while (found := next(made, None)) is not None:
+        while (item := next(made, None)) is not None:
             set_random_states(before)
-            batch, self.repeated, self._place = found
+            batch, self.repeated, self._place = item
             yield batch
             before = random_states(None)
         set_random_states(before)
@@ -242,9 +242,9 @@ def gather(values: Any, loader: OwnLoader | None = None) -> Any:
         batches = loader.meet()
         rank, rows = batches.rank, (batches.rows, batches.rows - loader.repeated)
     named = dict(values) if isinstance(values, Mapping) else {"values": values}
-    found, world = [None] * dist.get_world_size(), cast("dist.ProcessGroup", dist.group.WORLD)
-    dist.all_gather_object(found, (rank, rows, _torch.to_device(named, "cpu")), group=host_group(world))
-    parts: dict[int, Any] = dict(sorted({part[0]: part[1:] for part in cast("list[Any]", found)}.items()))
+    gathered, world = [None] * dist.get_world_size(), cast("dist.ProcessGroup", dist.group.WORLD)
+    dist.all_gather_object(gathered, (rank, rows, _torch.to_device(named, "cpu")), group=host_group(world))
+    parts: dict[int, Any] = dict(sorted({part[0]: part[1:] for part in cast("list[Any]", gathered)}.items()))
     if keys := {frozenset(part) for _, part in parts.values()} - {frozenset(named)}:
         raise ValueError(f"ranks give other keys: {', '.join(named)}, and {', '.join(keys.pop())}")
     joined = {key: _joined(key, [(*rows, part[key]) for rows, part in parts.values()]) for key in named}
