@@ -121,10 +121,10 @@ ADVANTAGES = [
     (GOOD, [f"{ADVANTAGE}a_rwo"], ("rl.advantage", "own.py", "no function 'a_rwo'", "'a_row'")),
     (GOOD, ["rl.advantage={here}/none.py:f"], ("rl.advantage", "no file", "none.py")),
     (GOOD, [f"{ADVANTAGE}breaks"], ("rl.advantage", "own.py:breaks: own.py:21: KeyError: 'key'")),
-    (GOOD, [f"{ADVANTAGE}raises"], ("rl.advantage", "own.py:raises", "TypeError", "'sample'")),
-    (GOOD, [f"{ADVANTAGE}one"], ("rl.advantage", "own.py:one", "TypeError", "1 positional argument")),
+    (GOOD, [f"{ADVANTAGE}raises"], ("rl.advantage", "own.py:2: raises", "(rewards, lengths)", "'sample'")),
+    (GOOD, [f"{ADVANTAGE}one"], ("rl.advantage", "own.py:23: one", "(rewards, lengths)", "too many positional")),
     (GOOD, [f"{ADVANTAGE}words"], ("rl.advantage", "own.py:words", "ValueError", "'high'")),
-    (GOOD, [f"{ADVANTAGE}nothing"], ("rl.advantage", "own.py:nothing", "TypeError", "'sample'")),
+    (GOOD, [f"{ADVANTAGE}nothing"], ("rl.advantage", "own.py:8: nothing", "(rewards, lengths)", "'sample'")),
     (
         GOOD,
         ["reward.function={here}/own.py:trl"],
