@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from local_server import LocalServer, QuietHandler
 
 COMMIT = "c" * 40
 
 
-class FakeHub:
+class FakeHub(LocalServer):
     """Serves on a port of the loopback interface until `close`. Uploads need the token `hf_right`."""
 
     def __init__(self) -> None:
@@ -25,10 +25,7 @@ class FakeHub:
         self._stored: dict[str, bytes] = {}
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.do_POST()
-
+        class Handler(QuietHandler):
             def do_PUT(self) -> None:
                 self.do_POST()
 
@@ -44,20 +41,7 @@ class FakeHub:
                 self.end_headers()
                 self.wfile.write(data)
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """HTTP status, and what is sent as JSON."""

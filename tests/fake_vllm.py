@@ -11,12 +11,12 @@ import contextlib
 import copy
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
 from forged_answers import FORGED
+from local_server import LocalServer, QuietHandler
 
 FAULTS = ("hangs", "half", "trickles", "dies", "endless", "fails", "moved", "no http")
 """How it goes wrong on a route, whatever it would answer."""
@@ -24,7 +24,7 @@ ANSWER, PROBE = "answer", "probe"
 """The two uses of /v1/completions; every other route is itself."""
 
 
-class FakeVLLM:
+class FakeVLLM(LocalServer):
     """Serves on a port of the loopback interface until `close`."""
 
     def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
@@ -42,10 +42,7 @@ class FakeVLLM:
         self._lock, self._closed = threading.Lock(), threading.Event()
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.do_POST()
-
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 use = PROBE if "prompt_logprobs" in body else ANSWER
@@ -79,21 +76,11 @@ class FakeVLLM:
                 while fault in ("trickles", "endless") and not fake._closed.wait(0.2 * (fault == "trickles")):
                     self.wfile.write(b" " * (1 if fault == "trickles" else 2**20))
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        super().__init__(Handler)
 
     def close(self) -> None:
         self._closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """HTTP status, and what is sent as JSON."""

@@ -54,10 +54,10 @@ class Average:
         self.decay, self.start, self.every, self.evaluate = decay, start, every, evaluate
         self.updates = 0
         """Updates so far; 0: the average has not begun."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}  # a tied parameter once, by its first name
+        first: dict[int, tuple[str, torch.Tensor]] = {}  # a tied parameter once, by its first name
         for name, _, _, parameter in names.named_tensors(names.unwrap(model), "parameters"):
-            found.setdefault(id(parameter), (name, parameter))
-        self._parameters = {name: p for name, p in found.values() if p.requires_grad and p.is_floating_point()}
+            first.setdefault(id(parameter), (name, parameter))
+        self._parameters = {name: p for name, p in first.values() if p.requires_grad and p.is_floating_point()}
         self._averages = {name: _zeros_like(p) for name, p in self._parameters.items()}
 
     @torch.no_grad()

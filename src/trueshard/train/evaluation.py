@@ -23,9 +23,9 @@ SMALL = ("loss", "perplexity")
 """Ends of the names of metrics that are to be small."""
 
 
-def is_greater_better(metric: str) -> bool:
-    """Return True unless a metric is a loss, or a perplexity."""
-    return not metric.endswith(SMALL)
+def is_greater_better(metric: str, greater: bool | None = None) -> bool:
+    """Return ``greater`` or, if that is None, True unless a metric is a loss, or a perplexity."""
+    return not metric.endswith(SMALL) if greater is None else greater
 
 
 class Evaluation:
@@ -47,7 +47,7 @@ class Evaluation:
         self.is_function = callable(sets)
         name, first = next(iter(self.sets.items()))
         self.best = best or ("reward" if callable(first) else named(name, "loss"))
-        self.sign = -1.0 if (is_greater_better(self.best) if greater is None else greater) else 1.0
+        self.sign = -1.0 if is_greater_better(self.best, greater) else 1.0
 
     def measure(
         self,
@@ -57,15 +57,15 @@ class Evaluation:
     ) -> Metrics:
         """Return the metrics of all sets. Collective; the same on every rank."""
         result: Metrics = {}
-        for name, each in self.sets.items():
-            if callable(each):
-                result |= each()
+        for name, data in self.sets.items():
+            if callable(data):
+                result |= data()
                 continue
-            total, count = _sum(part, iter(each), device, f"the evaluation {name}".rstrip())
-            found = {"loss": total / count, "count": count}
+            total, count = _sum(part, iter(data), device, f"the evaluation {name}".rstrip())
+            metrics = {"loss": total / count, "count": count}
             if unit == "token":
-                found["perplexity"] = math.exp(min(found["loss"], 700.0))
-            result |= {named(name, key): value for key, value in found.items()}
+                metrics["perplexity"] = math.exp(min(metrics["loss"], 700.0))
+            result |= {named(name, key): value for key, value in metrics.items()}
         return result
 
     def score(self, record: Mapping[str, float]) -> float:

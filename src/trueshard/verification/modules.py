@@ -18,7 +18,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -165,7 +165,7 @@ class Recorder:
         self._sink(place, _torch.local(tensor.detach()))
 
     def _see_gradient(self, place: Place, side: Side, tensor: torch.Tensor) -> None:
-        place = Place(place.part, place.microbatch, place.module, place.call, side, place.index)
+        place = replace(place, side=side)
 
         def see(gradient: torch.Tensor | None) -> None:
             if gradient is not None and self._unit is not None:

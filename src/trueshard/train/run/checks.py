@@ -190,7 +190,7 @@ def checkpoints_of(config: Config) -> trueshard.Checkpoints:
     """Return the run's checkpoints: the newest `train.keep` stay, and the best one if a patience or `best` is set."""
     section = config.evaluation
     best, greater = (None, None) if section is None else (section.best, section.greater)
-    great = best is not None and (is_greater_better(best) if greater is None else greater)
+    great = best is not None and is_greater_better(best, greater)
     return trueshard.Checkpoints(
         config.run.folder / "checkpoints",
         keep_last=config.train.keep,

@@ -63,10 +63,10 @@ def publish(folder: Path, checkpoint: str, repository: str, form: str, *, send: 
 def card(folder: Path, checkpoint: str, repository: str, form: str) -> str:
     """Return the model card, Markdown, of what was exported to ``folder``, where an adapter's base gets its name."""
     path = resolve_latest(checkpoint)
-    found: Any = trueshard.inspect(path)
+    saved: Any = trueshard.inspect(path)
     run = Path(path).absolute().parent.parent
     given = read_settings(run).get("given") if (run / "checkpoints").is_dir() else None
-    tables: dict[str, Any] = {"made": found.about, "data": {}, "metrics": {}, "plan": {}}
+    tables: dict[str, Any] = {"made": saved.about, "data": {}, "metrics": {}, "plan": {}}
     recipe = base = ""
     named, revision = None, None
     if given is not None:
@@ -75,17 +75,17 @@ def card(folder: Path, checkpoint: str, repository: str, form: str) -> str:
         named = config.model.path if is_hub_name(config.model.path or "") else None
         base = f"\nbase_model: {named}" if named else ""
         tables["data"] = vars(read_summary(run / "data") or object)
-        tables["metrics"] = next((row for row in read_metrics(run / "metrics.jsonl") if row["step"] == found.step), {})
+        tables["metrics"] = next((row for row in read_metrics(run / "metrics.jsonl") if row["step"] == saved.step), {})
         tables["plan"] = load_json((run / "plan.json").read_text(encoding="utf-8")).get("plan", {})
     for file in folder.rglob(ADAPTER_CONFIG):  # whose base is where it was on this machine
-        content = load_json(file.read_text(encoding="utf-8"))
-        base_name = named or _public(content["base_model_name_or_path"])
-        changed = content | {"base_model_name_or_path": base_name, "revision": revision}
+        adapter = load_json(file.read_text(encoding="utf-8"))
+        base_name = named or _public(adapter["base_model_name_or_path"])
+        changed = adapter | {"base_model_name_or_path": base_name, "revision": revision}
         file.write_text(json.dumps(changed, indent=2), encoding="utf-8")
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "README.md")
     tables["hashes"] = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
     library, _, loader = LOADERS[form].split()
-    words = {"repository": repository, "form": form, "step": found.step, "library": library, "loader": loader}
+    words = {"repository": repository, "form": form, "step": saved.step, "library": library, "loader": loader}
     words |= {"recipe": recipe, "base": base} | {title: _table(values) for title, values in tables.items()}
     return Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(words)
 
