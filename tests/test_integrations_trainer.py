@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 import trueshard
 from cases import on_ranks
+from emulated_cuda import build
+from emulated_cuda.running import run as emulated
 from parity import Ranks, assert_same
 from trainers import BATCH, SETTINGS, STEPS, curve, folder_of, language_model, launched, tokens, whole_weights
 
@@ -198,6 +201,49 @@ def test_bf16_computes_as_on_one_rank(alone: Ranks, ranks2: Ranks, tmp_path: Pat
     assert_same(expected[0], plain[0], rtol=3e-2, atol=2e-2)
     for found in ranks2.run(trained, str(tmp_path / "two"), "bf16", True, {}):
         assert_same(found, expected, rtol=2e-2, atol=2e-2)
+
+
+FP16 = """
+import json, os, sys
+import torch
+assert torch.cuda.is_available()
+sys.path.insert(0, sys.argv[1])
+from transformers import Trainer, TrainingArguments
+from trainers import BATCH, SETTINGS, language_model, tokens
+from trueshard.integrations.transformers import ShardedTrainer
+
+class Watched(ShardedTrainer, Trainer):
+    scales = []
+    def training_step(self, *args, **kwargs):
+        self.scales.append(self.accelerator.scaler.get_scale())
+        return super().training_step(*args, **kwargs)
+
+each = BATCH // int(os.environ["WORLD_SIZE"])
+words = {**SETTINGS, "use_cpu": False, "fp16": True, "max_steps": 6, "per_device_train_batch_size": each}
+trainer = Watched(model=language_model(), args=TrainingArguments("out", **words), train_dataset=tokens(BATCH * 6))
+trainer.accelerator.scaler._init_scale = 2.0**40
+trainer.accelerator.scaler.set_backoff_factor(2.0**-28)
+trainer.train()
+if trainer.args.process_index == 0:
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    print("FOUND", json.dumps([losses, trainer.scales]), flush=True)
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler: install g++, or set CXX")
+def test_fp16_leaves_out_the_step_that_overflows(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FP16)
+    found = []
+    for processes in (1, 2):
+        command = [str(tmp_path / "train.py"), str(Path(__file__).parent)]
+        done = emulated(command, devices=processes, processes=processes, cwd=tmp_path)
+        assert (done.code, done.faults) == (0, []), done.output
+        (line,) = (line for line in done.output.splitlines() if line.startswith("FOUND "))
+        found.append(json.loads(line.removeprefix("FOUND ")))
+    (losses, scales), (expected, expected_scales) = found[1], found[0]
+    assert scales == expected_scales == [2.0**40, *[2.0**12] * 5], "the first step overflows"
+    assert losses == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.rest
