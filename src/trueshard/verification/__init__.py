@@ -34,7 +34,9 @@ from trueshard.options import Options, ShardOptions, options_of, show_options
 from trueshard.planner.inputs.factories import Original
 from trueshard.plans import Plan
 from trueshard.verification import locating, runs
+from trueshard.verification.comparing import verify_runs as verify_runs
 from trueshard.verification.modules import Located
+from trueshard.verification.recording import record as record
 from trueshard.verification.report import Failure, Verified, contract
 from trueshard.verification.subjects import Case, ShardRefused, other_ranks, small_configuration
 from trueshard.verification.training import Progress

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trueshard import _torch
 from trueshard.checkpoint.hashing import hash_here
 from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model.names import Index
@@ -160,6 +161,19 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor, on the CPU. Collective if it is sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+@torch.no_grad()
+def shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator) -> None:
+    """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
+    part = _torch.local(tensor.detach())
+    if not part.is_floating_point():
+        return
+    wide, some = part.double(), part != 0
+    usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
+    change = torch.rand(part.shape, generator=random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
+    change *= SHAKE * torch.finfo(dtype).eps
+    part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 
 def values_of(kind: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> Named:

@@ -122,10 +122,13 @@ class Recorder:
         self._calls.clear()
         self._open.clear()
 
-    def end_forward(self, loss: torch.Tensor) -> None:
-        """Begin its backward, which starts at ``loss``, before it is scaled."""
+    def end_forward(self, loss: torch.Tensor | None) -> None:
+        """Begin its backward, which starts at ``loss``, before it is scaled; None: gradients stay as they are."""
         self._is_forward = False
-        loss.register_hook(self._take_unit)
+        if loss is None:
+            self._unit = torch.ones((), dtype=torch.float64)
+        else:
+            loss.register_hook(self._take_unit)
 
     def _take_unit(self, gradient: torch.Tensor) -> None:
         self._unit = gradient.detach()

@@ -84,10 +84,23 @@ class Verified:
         """True if every point of the contract holds."""
         return all(point.status == "held" for point in self.points)
 
+    @property
+    def head(self) -> str:
+        """Name of what was compared, and a line of its settings."""
+        return headline(self.setting)
+
+    @property
+    def verdict(self) -> str:
+        """Result in a sentence."""
+        if self.held:
+            return "Sharding changes where the tensors live, and nothing else."
+        broken = [point.name for point in self.points if point.status == "broken"]
+        return f"The contract is broken: {', '.join(broken)}."
+
     def __str__(self) -> str:
         width = max(len(point.name) for point in self.points)
         words = {"held": "held  ", "broken": "BROKEN", "not reached": "      "}
-        lines = [headline(self.setting), ""]
+        lines = [self.head, ""]
         lines += [f"{words[point.status]}  {point.name:<{width}}  {point.detail}".rstrip() for point in self.points]
         if self.first is not None:
             lines += ["", str(self.first)]
@@ -95,7 +108,7 @@ class Verified:
             lines += ["", self.trace.rstrip()]
         if self.notes:
             lines += ["", *self.notes]
-        return "\n".join([*lines, "", verdict(self)])
+        return "\n".join([*lines, "", self.verdict])
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values: ``held``, and the fields by name.
@@ -123,13 +136,6 @@ def headline(setting: Mapping[str, Any]) -> str:
 
 def _ranks(count: int, device: str = "") -> str:
     return " ".join(word for word in (str(count), device, "ranks" if count > 1 else "rank") if word)
-
-
-def verdict(report: Verified) -> str:
-    if report.held:
-        return "Sharding changes where the tensors live, and nothing else."
-    broken = [point.name for point in report.points if point.status == "broken"]
-    return f"The contract is broken: {', '.join(broken)}."
 
 
 def contract(
@@ -286,8 +292,8 @@ def _loaded(
 
 def write_page(report: Verified, path: Path) -> None:
     """Write the page; an existing file is replaced when the new one is complete."""
-    name, _, settings = headline(report.setting).partition("\n")
-    title = f"{report.setting['name']}: {verdict(report)}"
-    data = report.as_dict() | {"headline": name, "settings": settings, "verdict": verdict(report)}
+    name, _, settings = report.head.partition("\n")
+    title = f"{name}: {report.verdict}"
+    data = report.as_dict() | {"headline": name, "settings": settings, "verdict": report.verdict}
     data["where"] = "" if report.first is None else str(report.first)
     replace_text(path, framed(title, str(report), data, __package__, "page.html", "page.css", "page.js"))

@@ -194,10 +194,10 @@ def shaken(
     random, compute = torch.Generator().manual_seed(0), compute_dtype(setup)
     for parameter in setup.model.parameters():
         if parameter.requires_grad:
-            _shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
+            compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
     for kind, step, values in train(subject, setup, record, progress):
         for gradient in values.values() if kind == "gradients" else ():
-            _shake(gradient, compute or gradient.dtype, random)
+            compare.shake(gradient, compute or gradient.dtype, random)
         yield kind, step, values
 
 
@@ -210,19 +210,6 @@ def _rounding_noise(
         if step:
             comparer.see(kind, step, values)
     return {(one.kind, one.step, one.name): one.relative for one in comparer.compared if not one.words}
-
-
-@torch.no_grad()
-def _shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator) -> None:
-    """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
-    part = _torch.local(tensor.detach())
-    if not part.is_floating_point():
-        return
-    wide, some = part.double(), part != 0
-    usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
-    change = torch.rand(part.shape, generator=random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
-    change *= compare.SHAKE * torch.finfo(dtype).eps
-    part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 
 def _check_repeatable(name: str, first: nn.Module, again: nn.Module, store: TensorStore) -> None:

@@ -1,0 +1,286 @@
+"""Compare two recordings of a training program: where does one leave the other first?
+
+- A sample is found again by its bytes, on whichever rank and in whichever pass. What is a row for each sample is
+  compared row by row; what is not, only where a pass has the very samples of one of the other run.
+- In backward a row counts up to a factor of its own, that of the first gradient which the model gets: a mean over fewer
+  samples has larger gradients. What that makes of a step's gradients is compared where they are summed.
+- What tensors may be apart follows from a third recording, of the first run with parameters a rounding error away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trueshard.errors import own_errors
+from trueshard.verification import compare
+from trueshard.verification.compare import FACTOR, FLOORS, Comparison, Tolerances
+from trueshard.verification.modules import BACKWARD, FORWARD, Apart, Located, Place, Side, locate
+from trueshard.verification.recording import INDEX
+from trueshard.verification.report import Verified, point_of
+
+SIDES: dict[str, Side] = {side: side for side in (*FORWARD, *BACKWARD)}
+VALUES = ("gradients", "gradient norm", "clipped gradients", "parameters", "state")
+POINTS = {"samples": ("samples",), "forward": FORWARD, "backward": BACKWARD, **{kind: (kind,) for kind in VALUES}}
+UNMEASURED = 1000.0
+"""Allowed differences over the least ones, after an optimizer's step, where no third run tells them."""
+
+Allowed = Callable[[str, int, str], float]
+Passed = list[tuple[Place, Comparison]]
+Row = tuple[int, int, int]
+"""Rank, pass, row in the pass."""
+
+
+@dataclass(frozen=True)
+class ComparedRuns(Verified):
+    """The report of ``verify_runs``; ``print`` shows it."""
+
+    @property
+    def head(self) -> str:
+        return "\n".join(f"{name}: {words}" for name, words in self.setting.items())
+
+    @property
+    def verdict(self) -> str:
+        return "The runs agree." if self.held else "The runs differ."
+
+
+class Recording:
+    """A recorded run. Raises ValueError if the folder has none, or not all of it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in self._folder.glob(f"rank-*/{INDEX}")]
+        if not ranks or len(ranks) != ranks[0]["ranks"]:
+            of = f"{len(ranks)} of {ranks[0]['ranks']} ranks" if ranks else "no rank"
+            raise ValueError(f"{folder}: {of} ended a recording there; make it anew, by `trueshard verify --record`")
+        self.ranks: list[dict[str, Any]] = sorted(ranks, key=lambda rank: rank["rank"])
+        self.steps = min(rank["steps"] for rank in ranks)
+        self.contents: list[dict[tuple[str, int, str], str]] = [
+            {(kind, step, name): content for kind, step, name, content in rank["entries"]} for rank in self.ranks
+        ]
+
+    def __str__(self) -> str:
+        one = self.ranks[0]
+        return f"{self._folder}, {len(self.ranks)} ranks, torch {one['torch']}, {one['commit']} {one['command']}"
+
+    def read(self, content: str) -> torch.Tensor:
+        tensor: torch.Tensor = torch.load(self._folder / "tensors" / f"{content}.pt")
+        return tensor
+
+    def names(self, kind: str, step: int) -> dict[str, None]:
+        return dict.fromkeys(key[2] for contents in self.contents for key in contents if key[:2] == (kind, step))
+
+    def values(self, kind: str, step: int, name: str) -> list[torch.Tensor]:
+        """Return the values that ranks hold under a name, each once."""
+        found = [contents.get((kind, step, name)) for contents in self.contents]
+        return [self.read(content) for content in dict.fromkeys(found) if content is not None]
+
+    def samples(self, step: int, which: int | None) -> dict[Row, str]:
+        """Return the hash of each sample of a step: of all tensors, or of one of them."""
+        return {
+            (rank["rank"], number, row): value
+            for rank in self.ranks
+            for number, one in enumerate(rank["rows"].get(str(step), ()))
+            for rows in ([one["rows"]] if which is None else one["each"][which : which + 1])
+            for row, value in enumerate(rows)
+        }
+
+
+def _match(first: Recording, second: Recording, step: int) -> dict[tuple[int, int], list[Row]] | str:
+    """Return by rank and pass of the second run where its rows are in the first; or how samples differ, in words."""
+    for one, two in ((None, None), *((a, b) for a in range(3) for b in range(3))):
+        rows, others = first.samples(step, one), second.samples(step, two)
+        count, other, ranks = Counter(rows.values()), Counter(others.values()), len(others) / max(len(rows), 1)
+        # Ranks that share matrices have the same samples.
+        if (
+            (rows or one is None)
+            and set(count) == set(other)
+            and all(other[value] == n * ranks for value, n in count.items())
+        ):
+            places, result = defaultdict(list), defaultdict(list)
+            for place, value in rows.items():
+                places[value].append(place)
+            for place, value in others.items():
+                at = places[value]
+                result[place[:2]].append(place if place in at else at[0])
+                at.append(at.pop(0))
+            return result
+    rows, others = first.samples(step, None), second.samples(step, None)
+    new, twice = len(set(others.values()) - set(rows.values())), len(others) - len(set(others.values()))
+    return (
+        f"{len(rows)} samples in the first run, {len(others)} in the second, {new} of them others, {twice} repeated; "
+        "give both the same global batch (the one process: by --alone), seed and length of samples"
+    )
+
+
+def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual: torch.Tensor) -> torch.Tensor | None:
+    """Return what a tensor of the second run is in the first, or None if that cannot be told."""
+    passes: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}
+    for rank, number, _ in rows:
+        content = first.contents[rank].get((place.side, step, replace(place, microbatch=number).key))
+        if content is None:
+            return None
+        if (rank, number) not in passes:
+            one = first.ranks[rank]["rows"][str(step)][number]
+            passes[rank, number] = first.read(content), len(one["rows"]), one["inner"]
+    tensors = [tensor for tensor, *_ in passes.values()]
+    for each in (1, *{inner for *_, inner in passes.values()}):  # rows of a sample: 1, or its tokens
+        fits = all(tensor.ndim and tensor.size(0) == count * each for tensor, count, _ in passes.values())
+        if fits and actual.ndim and actual.size(0) == len(rows) * each:
+            return torch.cat([passes[rank, number][0][i * each : (i + 1) * each] for rank, number, i in rows])
+    same = len(passes) == 1 and len({row for *_, row in rows}) == next(iter(passes.values()))[1]
+    return tensors[0] if same else None
+
+
+def _passed(
+    first: Recording, second: Recording, step: int, allowed: Allowed
+) -> Iterator[list[tuple[Place, Comparison]]]:
+    """Yield, by rank of the second run, the tensors that pass its modules, in their order."""
+    places: Any = _match(first, second, step)
+    for rank, contents in zip(second.ranks, second.contents, strict=True):
+        found: Passed = []
+        factors: dict[int, torch.Tensor] = {}
+        for (kind, at, key), content in contents.items() if not isinstance(places, str) else ():
+            if at != step or kind not in SIDES:
+                continue
+            side, (part, number, module, call, index) = SIDES[kind], json.loads(key)
+            place = Place(part, number, module, call, side, index)
+            rows, actual = places.get((rank["rank"], number), []), second.read(content)
+            expected = _expected(first, step, place, rows, actual) if rows else None
+            if expected is None or expected.shape != actual.shape:
+                continue
+            if side in BACKWARD and actual.ndim and actual.size(0) % len(rows) == 0:
+                one, two = (tensor.double().reshape(len(rows), -1) for tensor in (actual, expected))
+                own = ((one * two).sum(1) / two.square().sum(1)).nan_to_num(1.0)
+                expected = (two * factors.setdefault(number, own)[:, None]).view_as(expected)
+            name = f"{module or 'the model'}, {side} {index}, call {call}"
+            sizes = compare.distance(actual, expected)
+            found.append((place, Comparison(side, step, name, *sizes, allowed(side, step, name))))
+        yield found
+
+
+def _values(first: Recording, second: Recording, step: int, allowed: Allowed) -> Iterator[tuple[Comparison, float]]:
+    """Yield what is compared by the name of a parameter, with the factor between both."""
+    for key, words in {} if step else {"trained": "is trained", "in the optimizer": "is in the optimizer"}.items():
+        sets = [set(run.ranks[0][key]) for run in (first, second)]
+        for name in sorted(sets[0] ^ sets[1]) if all(sets) else ():
+            run = "first" if name in sets[0] else "second"
+            yield Comparison.fault("parameters", step, name, f"{words} in the {run} run only"), math.nan
+    clipped = all(run.names("gradient norm", step) for run in (first, second))
+    for kind in VALUES if clipped else VALUES[2:]:
+        names = [run.names(kind, step) for run in (first, second)]
+        for name in names[0] | names[1]:
+            if name not in names[0] or name not in names[1]:
+                words = f"is in the {'first' if name in names[0] else 'second'} run only"
+                yield Comparison.fault(kind, step, name, words), math.nan
+                continue
+            (expected, *_), (actual, *others) = first.values(kind, step, name), second.values(kind, step, name)
+            for dim in range(expected.ndim) if actual.shape != expected.shape else ():
+                if actual.size(dim) * (len(others) + 1) == expected.size(dim):
+                    actual, others = torch.cat([actual, *others], dim), []
+            start = first.values(kind, 0, name)[0] if kind == "parameters" and step else None
+            words = "is not the same on all ranks" if any(not torch.equal(actual, other) for other in others) else ""
+            one, two = (tensor.double() for tensor in (actual, expected))
+            factor = float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
+            sizes = compare.distance(actual, expected, start)
+            yield Comparison(kind, step, name, *sizes, allowed(kind, step, name), words), factor
+
+
+def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:
+    """Return what may be apart, by kind, step and name."""
+    noise: dict[tuple[str, int, str], float] = {}
+    for step in range(1, first.steps + 1) if shaken is not None else ():
+        assert shaken is not None
+        passed = [one for rank in _passed(first, shaken, step, _nothing) for _, one in rank]
+        for one in [*passed, *(value for value, _ in _values(first, shaken, step, _nothing))]:
+            key = one.kind, step, one.name
+            noise[key] = max(noise.get(key, 0.0), 0.0 if one.words else one.relative)
+    dtypes = {name for rank in first.ranks for name in rank["dtypes"]}
+    tolerances = Tolerances(noise, max(FLOORS.get(getattr(torch, name), 0.0) for name in dtypes), {})
+
+    def allowed(kind: str, step: int, name: str) -> float:
+        rough = shaken is None and step and (step > 1 or kind in ("parameters", "state"))
+        return tolerances.of(kind, step, name) * (UNMEASURED if rough else 1.0)
+
+    return allowed
+
+
+def _nothing(kind: str, step: int, name: str) -> float:
+    return 0.0
+
+
+def _first(values: list[tuple[Comparison, float]], by_rank: list[Passed], step: int, source: str) -> Located | None:
+    """Return where the second run leaves the first in a step."""
+    apart = [
+        [Apart(place, order, one.relative, one.tolerance) for order, (place, one) in enumerate(rank) if not one.held]
+        for rank in by_rank
+    ]
+    if (located := locate(apart, {}, step, source)) is not None:
+        return located
+    summed = next((one.kind for one, _ in values if "gradients" in one.kind), None)
+    for kind in VALUES:
+        wrong = [one for one, _ in values if one.kind == kind and not one.held]
+        sums = {one.name: (one.relative, one.tolerance, factor) for one, factor in values if one.kind == kind}
+        if wrong and kind == summed and not any(one.words for one in wrong):
+            return locate([], sums, step, source)
+        for one in sorted(wrong, key=lambda one: (not one.words, -one.excess))[:1]:
+            times = f", {sums[one.name][2]:.3g} times what it should be" if "gradient" in kind else ""
+            words = one.words or f"is {one.relative:.2g} of the scale apart{times}, and all before it agrees"
+            words += f" (allowed {one.tolerance:.1g}{source})" if one.tolerance else ""
+            where = "start" if not step else "optimizer" if kind in ("parameters", "state") else kind
+            of = f"{one.name!r} " if one.name else ""
+            return Located(one.name.rpartition(".")[0], where, step, None, one.relative, one.tolerance, of + words)
+    return None
+
+
+@own_errors()
+def verify_runs(
+    first: str | Path, second: str | Path, shaken: str | Path | None = None, *, exact: bool = False
+) -> ComparedRuns:
+    """Compare two recordings, and name the first module, gradient or parameter at which the second leaves the first.
+
+    Args:
+        first: folder of a recording: of the run that is right, if one is. See ``record``.
+        second: folder of the other one, of any number of ranks.
+        shaken: a recording of the first run with parameters a rounding error away; None: fixed tolerances.
+        exact: no bit may differ.
+
+    Returns:
+        The report. ``report.held`` says whether they agree, ``report.first`` is where they differ first, or None.
+
+    Raises:
+        ValueError: a folder has no whole recording, or they are of models that share no name.
+    """
+    one, two = Recording(first), Recording(second)
+    if not one.names("parameters", 0).keys() & two.names("parameters", 0).keys():
+        raise ValueError(f"{first} and {second} are of other models: no parameter has the same name in both")
+    allowed = _nothing if exact else _tolerances(one, None if shaken is None else Recording(shaken))
+    source = f": {FACTOR:g} times what rounding errors change of it" if shaken else ""
+    found: list[Comparison] = []
+    located = None
+    for step in range(min(one.steps, two.steps) + 1):
+        samples = _match(one, two, step) if step else {}
+        values, by_rank = list(_values(one, two, step, allowed)), list(_passed(one, two, step, allowed))
+        if all(value.held for value, _ in values if value.kind == "parameters"):
+            # Ranks whose gradients are summed in the optimizer's step.
+            values = [(value, factor) for value, factor in values if not value.words or "gradients" not in value.kind]
+        if step:
+            words = samples if isinstance(samples, str) else ""
+            found.append(Comparison("samples", step, "", 0.0, 0.0, 0.0, words))
+        if isinstance(samples, str):
+            located = located or Located("", "samples", step, None, math.nan, math.nan, samples)
+        located = located or _first(values, by_rank, step, source)
+        found += [value for value, _ in values] + [passed for rank in by_rank for _, passed in rank]
+    points = [
+        point_of(point, [value for value in found if value.kind in kinds], "there are none")
+        for point, kinds in POINTS.items()
+    ]
+    setting = {"first": str(one), "second": str(two), "steps": min(one.steps, two.steps)}
+    return ComparedRuns(tuple(points), setting, (), first=located)
