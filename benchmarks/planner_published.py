@@ -23,9 +23,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import published_attention as attention
+from benchmarks import published_kempner as kempner
+from benchmarks.published_kempner import STYLES
 from benchmarks.published_pending import PENDING
 from benchmarks.published_precision import device_of, revised, stages_revised
-from benchmarks.published_rows import ROWS, SOURCES, Model, Row, Setting
+from benchmarks.published_rows import ROWS as OTHERS
+from benchmarks.published_rows import SOURCES, Model, Row, Setting
 from benchmarks.published_traces import ExpandableAllocator, on_one_device
 from benchmarks.table import Table, Tell
 from trueshard.axes import OPTIONS, ranks_along
@@ -40,6 +43,7 @@ from trueshard.planner.workload import Job, Workload
 from trueshard.plans import Forecast
 from trueshard.train.models.quantized import quantise_layers
 
+ROWS = (*OTHERS, *kempner.ROWS)
 BLOCKS = {
     "llama": "LlamaDecoderLayer",
     "qwen2": "Qwen2DecoderLayer",
@@ -107,6 +111,14 @@ class _ParallelLoss(torch.autograd.Function):
         return (torch.zeros_like(result) + result.exp()) * grad
 
 
+def _kept_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """In the logits' dtype; a variable of the loop holds them until it is assigned again."""
+    logits = _logits(model, batch)
+    model.__dict__["_logits"] = logits.detach()
+    ids = batch["input_ids"] if isinstance(batch, dict) else batch
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
 def _parallel_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     logits = _logits(model, batch)
     loss: torch.Tensor = _ParallelLoss.apply(logits.flatten(0, 1).float())
@@ -117,6 +129,7 @@ LOSSES: dict[str, Callable[[nn.Module, Any], torch.Tensor]] = {
     "eager": _eager_loss,
     "parallel": _parallel_loss,
     "compiled": _compiled_loss,
+    "kept": _kept_loss,
     "chunked": functools.partial(_compiled_loss, chunks=8),
 }
 
@@ -223,19 +236,10 @@ def workload(setting: Setting) -> Workload:
 # One row
 
 
-STYLES = {
-    **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"), "colwise"),
-    **dict.fromkeys(("*.o_proj", "*.down_proj"), "rowwise"),
-    "*embed_tokens": "embedding_rowwise",
-    "*lm_head": "colwise",
-}
-"""How ranks share matrices, with a loss of which each has a part of the vocabulary."""
-
-
 def _axes(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"context": setting.context, "experts": setting.experts}
     if setting.tensor > 1:
-        found["tensor"] = {"ranks": setting.tensor, "sequence": True, **STYLES}
+        found["tensor"] = {"ranks": setting.tensor, **STYLES[setting.styles]}
     return found
 
 
@@ -309,13 +313,15 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
 
 def forecast(row: Row) -> dict[str, Any]:
     """What the planner expects of a row, beside what was published. Plain JSON values."""
+    setting = row.setting
     with contextlib.ExitStack() as others:
-        for word, theirs in (
-            ("ring", attention.keys_go_round),
-            ("repeat", attention.keys_repeated),
-            ("attention_again", attention.attention_again),
+        for is_theirs, theirs in (
+            (setting.ring, attention.keys_go_round),
+            (setting.repeat, attention.keys_repeated),
+            (setting.attention_again, attention.attention_again),
+            (setting.styles != "titan", kempner.projections_alone),
         ):
-            if getattr(row.setting, word):
+            if is_theirs:
                 others.enter_context(theirs())
         return _forecast(row)
 

@@ -25,6 +25,8 @@ _QLORA_405B = "a base of 4 bits on several ranks: torchao's is cut otherwise"
 _SINKS = "attention with sinks, fused in the source (FlexAttention); transformers' keeps scores in memory"
 _DENSE = "stages of unlike blocks: the first ones are dense, and the planner's stages are slices of equal ones"
 _MAMBA = "state-space layers, whose kernels have no operator that fake tensors run"
+_STAGES = "stages of DTensors that are not compiled: what these take on the host is not simulated"
+_PADDED = "experts padded to the tokens of the fullest one, whose number the host reads in each block"
 _MEGATRON = "another framework: sharded optimizer, float8 of Transformer Engine; batch not said"
 
 
@@ -41,6 +43,12 @@ def _pending() -> list[Pending]:
         ("automodel", "Nemotron 3 Nano 30B", "8 × h100", "EP 8", "4,096", "16,789", "", _MAMBA),
         ("automodel", "Nemotron 3 Super 120B", "64 × h100", "EP 64", "4,096", "4,497", "", _MAMBA),
         ("automodel", "Nemotron 3 Ultra 550B", "128 × h100", "EP 64", "4,096", "815", "", _MAMBA),
+        ("kempner-configs", "Llama 3 14.8B", "32 × h200", "TP 4 × PP 2", "b4 × 4, 4,096", "1,642", "24.0", _STAGES),
+        ("kempner-configs", "28.7B", "32 × h200", "TP 4 × PP 2", "b1 × 8, 4,096", "709", "32.8", _STAGES),
+        ("kempner-configs", "Llama 3 70B", "32 × h200", "TP 4 × PP 4", "b1 × 4, 4,096", "239", "51.0", _STAGES),
+        ("kempner-moe", "MoE, 8 experts", "32 × h200", "TP 4 × EP 2", "b12, 4,096", "844", "106.7", _PADDED),
+        ("kempner-moe", "MoE, 8; 16 experts", "8 × h200", "FSDP 8", "b4, 4,096", "6,372; 4,608", "49.8; 70.7", _PADDED),
+        ("kempner-moe", "MoE, 64 experts", "8 × h200", "FSDP 2 × EP 4", "b1, 4,096", "276", "127.9", _PADDED),
         ("bridge", "Llama 3.1 405B", "1,024 × h100", "TP 8 × PP 8 × CP 2", "float8", "328", "", _MEGATRON),
         ("bridge", "Llama 3 70B", "64 × h100", "TP 4 × PP 8", "float8", "1,664", "", _MEGATRON),
         (

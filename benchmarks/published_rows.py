@@ -30,7 +30,6 @@ class Model:
 
 
 LLAMA3_8B = Model("Llama 3 8B", 32, 4096, 32, 128256, 14336, 8)
-LLAMA3_15B = Model("Llama 3 14.8B", 40, 5120, 40, 128256, 17920, 8)
 LLAMA3_70B = Model("Llama 3 70B", 80, 8192, 64, 128256, 28672, 8)
 LLAMA3_405B = Model("Llama 3 405B", 126, 16384, 128, 128256, 53248, 8)
 LLAMA2_7B = Model("Llama 2 7B", 32, 4096, 32, 32000, 11008)
@@ -69,9 +68,9 @@ class Setting:
     reshard: str = "default"
     split: bool = False
     """Embedding and head are units, as in TorchTitan since July 2025; else they belong to the root."""
-    loss: Literal["eager", "compiled", "chunked"] = "eager"
+    loss: Literal["eager", "compiled", "chunked", "kept"] = "eager"
     """``compiled``: logits in bfloat16 and their gradient are all that lies in memory; ``chunked``: logits, and the
-    gradient of an eighth."""
+    gradient of an eighth; ``kept``: in bfloat16, of all logits, which stay until the next microbatch's are there."""
     reduce: str = "float32"
     storage: str = "float32"
     lora: tuple[int, tuple[str, ...]] | None = None
@@ -88,6 +87,10 @@ class Setting:
     clip: float | None = 1.0
     tensor: int = 1
     """Ranks that share each matrix, and what lies between matrices by tokens (sequence parallelism)."""
+    styles: Literal["titan", "kempner"] = "titan"
+    """How they do, see ``published_kempner``."""
+    whole: bool = False
+    """The model is one compiled graph, of which all gradients come when its backward ends."""
     context: int = 1
     ring: bool = False
     """Keys and values go round, see ``published_attention``; else heads are exchanged."""
@@ -144,6 +147,8 @@ SOURCES = {
     "titan-mxfp8": "pytorch/torchtitan, torchtitan/components/quantization/mxfp8.md",
     "ao": "pytorch/ao, docs/source/workflows/training.md",
     "kempner": "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md of April 2026",
+    "kempner-configs": "KempnerForge, benchmarks/config_validation/config_validation.md of April 2026",
+    "kempner-moe": "KempnerForge, benchmarks/moe_expert_parallel and benchmarks/moe_packed of April 2026",
     "foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
     "fms": "foundation-model-stack/fms-fsdp, README.md",
     "automodel": "NVIDIA-NeMo/Automodel, docs/performance-summary.mdx",
@@ -152,8 +157,7 @@ SOURCES = {
     "maxtext": "AI-Hypercomputer/maxtext, README.md",
 }
 
-_MATMUL = "matmul"
-_FOUR = {"ranks_per_node": 4}
+MATMUL = "matmul"
 LIMITED = {"compile": {"matmul": 0.28, "attention": 0.14}}
 """Shares of a B200's peak at an unpublished power limit: attention's in the proportion of the h100's."""
 
@@ -165,8 +169,8 @@ def _titan_2024(ranks: int, mode: Mode) -> Setting:
 def _titan() -> list[Row]:
     long = Setting(LLAMA3_8B, 8, 1, 32768, "full", mode="compile")
     rows = [
-        Row("titan-2024", "h100-96gb", _titan_2024(8, "eager"), 5762, 82.4, fitted=_MATMUL, expandable=True),
-        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 6667, 77.0, fitted=_MATMUL, expandable=True),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "eager"), 5762, 82.4, fitted=MATMUL, expandable=True),
+        Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 6667, 77.0, fitted=MATMUL, expandable=True),
         Row("titan-2024", "h100-96gb", _titan_2024(8, "compile"), 8532, 76.8, matmul="float8", expandable=True),
         Row("titan-2024", "h100-96gb", long, 3890, 83.9, matmul="float8", expandable=True),
         Row("titan-2024", "h100-96gb", _titan_2024(128, "eager"), 5605, 67.0, fitted="straggling"),
@@ -183,7 +187,7 @@ def _titan() -> list[Row]:
         (Setting(LLAMA2_13B, 64, 2, 4096, "selective"), 1904),
         (Setting(LLAMA2_70B, 64, 2, 4096, "full"), 353),
     )
-    return rows + [Row("titan-a100", "a100", setting, tokens, fitted=_MATMUL) for setting, tokens in a100]
+    return rows + [Row("titan-a100", "a100", setting, tokens, fitted=MATMUL) for setting, tokens in a100]
 
 
 _SEQUENCE = "sequence (8,192, its configuration file's)"
@@ -259,7 +263,7 @@ def _low_precision() -> list[Row]:
         for matmul, tokens, memory in ((None, 6150, 47.65), ("float8", 7689.5, 47.77), ("float8-rowwise", 6768, 47.79))
     ]
     rows += [
-        Row("ao", "mi300x", late, tokens, memory, matmul=matmul, fitted="" if matmul else _MATMUL, open="GB or GiB")
+        Row("ao", "mi300x", late, tokens, memory, matmul=matmul, fitted="" if matmul else MATMUL, open="GB or GiB")
         for matmul, tokens, memory in ((None, 5376.5, 39.09), ("float8", 6166, 39.07), ("float8-rowwise", 5891, 39.32))
     ]
     rows += [
@@ -270,7 +274,7 @@ def _low_precision() -> list[Row]:
             tokens,
             memory,
             matmul=matmul,
-            fitted="" if matmul else _MATMUL,
+            fitted="" if matmul else MATMUL,
             expandable=True,
             overrides=LIMITED,
             open="power limit",
@@ -293,17 +297,6 @@ def _low_precision() -> list[Row]:
                 Row("titan-nvfp4", "b200", setting, tokens, memory, matmul=matmul, expandable=True, open=unsaid)
             )
     return rows
-
-
-def _kempner() -> list[Row]:
-    def setting(model: Model, ranks: int, accumulation: int, mode: Mode) -> Setting:
-        return Setting(model, ranks, 4, 4096, "full", accumulation, mode)
-
-    return [
-        Row("kempner", "h200", setting(LLAMA3_8B, 2, 2, "compile"), 9364, fitted=_MATMUL, overrides=_FOUR),
-        Row("kempner", "h200", setting(LLAMA3_8B, 4, 2, "compile"), 9746, fitted=_MATMUL, overrides=_FOUR),
-        Row("kempner", "h200", setting(LLAMA3_15B, 8, 4, "eager"), 4426, overrides=_FOUR),
-    ]
 
 
 def _fms() -> list[Row]:
@@ -473,7 +466,7 @@ def _foundry_row(
 ) -> Row:
     setting = Setting(model, ranks, microbatch, sequence, recompute, reshard=reshard, loss="compiled", reduce=reduce)
     key = (model, ranks, sequence)
-    fitted = _MATMUL if key in _FITTED_H100 else "straggling" if key in _NODES_H100 else ""
+    fitted = MATMUL if key in _FITTED_H100 else "straggling" if key in _NODES_H100 else ""
     return Row(
         "foundry", device, setting, tokens, matmul=matmul, microbatches=microbatches,
         overrides=_2023 if device == "h100" else {},
@@ -487,7 +480,6 @@ ROWS: tuple[Row, ...] = (
     *_titan_axes(),
     *_titan_async(),
     *_low_precision(),
-    *_kempner(),
     *_fms(),
     *_adapters(),
     *_automodel_axes(),

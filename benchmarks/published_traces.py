@@ -18,6 +18,7 @@ Source: ``max_fwd_stash_size`` of torchtune/training/_activation_offloading.py.
 _OURS, _TORCHAO = 1 / 2 + 4 / 64, 1 / 2 + 1 / 64 + 2 / (64 * 256)
 """Bytes of a weight in 4 bits: with a scale of 32 bits for each 64; with one of 8 bits, and a factor in bfloat16 for
 each 256 scales (``NF4Tensor`` of torchao/dtypes/nf4tensor.py)."""
+_OF_LOGITS = "aten._log_softmax_backward_data"
 _AGAIN = 1 << 40
 """Added to a storage's number when it comes back from the host."""
 
@@ -27,6 +28,7 @@ def on_one_device(trace: Trace, setting: Setting) -> Trace:
     trace = _without_fsdp(trace)
     if setting.quantize:
         trace.resident = [_in_four_bits(each) for each in trace.resident]
+    trace = in_one_graph(trace) if setting.whole else trace
     return inputs_on_host(trace) if setting.offload else trace
 
 
@@ -48,6 +50,32 @@ def _without_fsdp(trace: Trace) -> Trace:
 def _in_four_bits(each: Allocation) -> Allocation:
     is_packed = each.kind == "parameters" and each.what.endswith(".packed")
     return replace(each, bytes=int(each.bytes * _TORCHAO / _OURS)) if is_packed else each
+
+
+def in_one_graph(trace: Trace) -> Trace:
+    """Return the step with what a microbatch's backward returns, and what it is given, until it ends.
+
+    What autograd gives a node (the gradient of logits) is held while it runs: ``PyNode::apply`` of
+    torch/csrc/autograd/python_function.cpp.
+    """
+    of_parameters = {
+        event.shape for event in trace.events if isinstance(event, Allocation) and event.kind == "gradients"
+    }
+    events: list[Event] = []
+    until_end: list[Event] = []
+    held: set[int] = set()
+    for event in trace.events:
+        if event.place.phase != "backward":
+            events += until_end
+            until_end.clear()
+            held.clear()
+        elif isinstance(event, Allocation) and (event.shape in of_parameters or event.what == _OF_LOGITS):
+            held.add(event.storage)
+        elif isinstance(event, Free) and event.storage in held:
+            until_end.append(event)
+            continue
+        events.append(event)
+    return Trace([*events, *until_end], trace.resident)
 
 
 def inputs_on_host(trace: Trace) -> Trace:

@@ -104,6 +104,13 @@ class Hardware:
     compile: Efficiency
     host_memory_bytes: Count | None = None
     """Device's share of the node's main memory; None: not known, and no limit."""
+    switched: Annotated[bool, Field(strict=True)] = True
+    """False if a node's devices are joined in pairs, each by an equal part of its links, and not by a switch."""
+
+    def link_rate(self, ranks: int) -> float:
+        """Return the bytes a second that each of some ranks of a node receives from the others."""
+        whole = self.link_bandwidth * self.link_efficiency
+        return whole if self.switched else whole * min(1.0, (ranks - 1) / max(1, self.ranks_per_node - 1))
 
     def efficiency(self, mode: Mode) -> Efficiency:
         """Return the shares for a mode."""

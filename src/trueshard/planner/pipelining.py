@@ -379,7 +379,7 @@ def transfer_seconds(size: int, cluster: Cluster) -> float:
     """Return the seconds in which activations reach the next stage, whose ranks are ranks / P behind."""
     hardware = cluster.hardware
     if cluster.ranks // cluster.along("pipeline") < cluster.ranks_per_node:
-        rate, latency = hardware.link_bandwidth * hardware.link_efficiency, hardware.link_latency
+        rate, latency = hardware.link_rate(2), hardware.link_latency
     else:
         rate, latency = hardware.network_bandwidth * hardware.network_efficiency, hardware.network_latency
     return BASE_LATENCY + latency + size / rate

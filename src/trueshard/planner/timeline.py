@@ -309,7 +309,7 @@ def communication_seconds(communication: Communication, hardware: Hardware, rank
     if communication.op == "all_to_all":
         # Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter.
         near = communication.received * (inside - 1) / (communication.ranks - 1)
-        over_links = near / (hardware.link_bandwidth * hardware.link_efficiency)
+        over_links = near / hardware.link_rate(inside) if inside > 1 else 0.0
         over_network = (communication.received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
         latency = hardware.link_latency if nodes == 1 else hardware.network_latency
         return BASE_LATENCY + latency + max(over_links, over_network)
@@ -336,11 +336,10 @@ def bus_bandwidth(inside: int, nodes: int, hardware: Hardware) -> float:
     NCCL builds rings so that each enters a node through another rank's adapter: a node's ranks share the bandwidth of
     all their adapters, and data then passes over the links inside, which may be slower.
     """
-    link = hardware.link_bandwidth * hardware.link_efficiency
     if nodes == 1:
-        return link
+        return hardware.link_rate(inside)
     network = inside * hardware.network_bandwidth * hardware.network_efficiency
-    return network if inside == 1 else min(link, network)
+    return network if inside == 1 else min(hardware.link_rate(inside), network)
 
 
 _OVERWRITING = {

@@ -1,0 +1,132 @@
+"""KempnerForge's runs, and how its code shares matrices; for simulations of published runs, not for training.
+
+By its code at 01b461a (5 April 2026; at 601aba9 for the second report), torch 2.11, and its profile of 13B on 24 GPUs:
+
+- Parameters are cast to bfloat16 after FSDP2 has sharded them (``build_parallel_model``), and so are the moments of the
+  fused AdamW. With a tensor axis FSDP2 is there on a data axis of one rank, too (``init_distributed``), so gradients of
+  several microbatches add up in float32, unsharded. On one GPU alone there is none: they add up in bfloat16, and the
+  model is one compiled graph.
+- Blocks and the root reshard after forward; blocks are recomputed.
+- Each projection gathers the sequence by itself, and its backward scatters the gradient by itself
+  (``_build_block_tp_plan``: ``ColwiseParallel(input_layouts=Shard(1))`` for each): 12 all-gathers and 8 reduce-scatters
+  a block and microbatch, as in the profile (benchmarks/profiling), where one for each module makes 6 and 5.
+- Every rank has the whole embedding and, of its own part of the head's products, gathers all logits. The loss is
+  ``F.cross_entropy`` in bfloat16, outside of the compiled model; the loop's variable keeps the logits until the next
+  ones are there (scripts/train.py).
+- Keys and values are repeated to as many heads as queries have (kempnerforge/model/attention.py).
+- Memory is ``torch.cuda.max_memory_allocated()`` in GiB (kempnerforge/metrics/memory.py).
+- One GPU, and two with FSDP, had 2 sequences in 4 microbatches, by the script (mfu_bench.sh) and by their memory; the
+  report's table has 4 in 2 for all.
+- Nodes are HGX H200 of 4 GPUs, which no switch joins: of 18 links a GPU has 6 to each other one, 150 GB/s in one
+  direction (NVIDIA, 'Introducing NVIDIA HGX H100': 300 GB/s in both between two of the 4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from benchmarks.published_rows import LLAMA3_8B, LLAMA3_70B, MATMUL, Model, Row, Setting
+from trueshard.parallel import sequence, tensor
+from trueshard.parallel.collectives import gather, scatter_sum
+from trueshard.planner.hardware import Mode
+
+LLAMA3_15B = Model("Llama 3 14.8B", 40, 5120, 40, 128256, 17920, 8)
+
+_READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BLOCKS = {**{f"*.{name}": "colwise" for name in _READERS}, **dict.fromkeys(("*.o_proj", "*.down_proj"), "rowwise")}
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "titan": {"sequence": True, **_BLOCKS, "*embed_tokens": "embedding_rowwise", "*lm_head": "colwise"},
+    "kempner": {"sequence": True, **_BLOCKS, "*lm_head": "colwise_gather_output"},
+}
+"""How ranks share matrices: ``titan`` with a loss of which each has a part of the vocabulary."""
+
+
+@contextlib.contextmanager
+def projections_alone() -> Iterator[None]:
+    """Let each layer of a block gather for itself what it reads, and scatter the gradient of that."""
+    with mock.patch.object(tensor, "split_children", _split_children):
+        yield
+
+
+def _split_children(modules: Mapping[str, nn.Module], parts: sequence.Parts, group: Any) -> None:
+    state = parts.state
+
+    def enter(x: torch.Tensor) -> Any:
+        whole: Any = x.new_empty(1).expand(x.shape[0], state.total, x.shape[2])  # its shape alone is read
+        whole.part = x
+        return whole
+
+    leave = functools.partial(scatter_sum, dim=1, group=group)
+    for name in [name for block in parts.blocks for name in block.scattered]:
+        sequence._around(modules[name], state, enter, leave)
+        for below in _READERS:
+            if (reader := modules.get(f"{name}.{below}")) is not None:
+                reader.__dict__["forward"] = functools.partial(_read, reader.forward, state, group)
+
+
+def _read(inner: Any, state: sequence.Pass, group: Any, x: Any) -> Any:
+    return inner(gather(x.part, 1, state.total, group, sums=True) if state.holds_parts() else x)
+
+
+def _row(
+    source: str,
+    model: Model,
+    ranks: int,
+    shared: int,
+    microbatch: int,
+    accumulation: int,
+    tokens: float,
+    memory: float,
+    *,
+    mode: Mode = "compile",
+    fitted: str = "",
+) -> Row:
+    setting = Setting(
+        model, ranks, microbatch, 4096, "full", accumulation, mode,
+        reshard="always",
+        loss="kept",
+        reduce="bfloat16" if ranks == 1 else "float32",
+        storage="bfloat16",
+        whole=ranks == 1,
+        repeat=True,
+        optimizer="adamw-fused",
+        tensor=shared,
+        styles="titan" if shared == 1 else "kempner",
+    )  # fmt: skip
+    return Row(source, "h200-4gpu", setting, tokens / ranks, memory, "live", fitted=fitted)
+
+
+def _rows() -> tuple[Row, ...]:
+    """Rows are (model, ranks, tensor, microbatch, microbatches, tokens of all ranks, memory)."""
+    first = functools.partial(_row, "kempner")
+    second = functools.partial(_row, "kempner-configs")
+    return (
+        first(LLAMA3_8B, 1, 1, 2, 4, 10471, 80.7),
+        first(LLAMA3_8B, 2, 1, 2, 4, 18728, 62.4, fitted=MATMUL),
+        first(LLAMA3_8B, 2, 2, 4, 2, 13163, 57.8),
+        first(LLAMA3_8B, 4, 1, 4, 2, 38983, 61.1, fitted=MATMUL),
+        first(LLAMA3_8B, 4, 4, 4, 2, 25135, 39.4),
+        first(LLAMA3_8B, 4, 2, 4, 2, 25980, 45.9),
+        first(LLAMA3_8B, 8, 4, 4, 2, 44299, 32.7),
+        first(LLAMA3_15B, 8, 1, 4, 4, 35405, 88.5, mode="eager"),
+        first(LLAMA3_15B, 8, 4, 4, 4, 27345, 45.1),
+        first(LLAMA3_8B, 16, 4, 4, 2, 82988, 29.4),
+        first(LLAMA3_15B, 16, 4, 4, 4, 53814, 39.2),
+        first(LLAMA3_8B, 32, 4, 4, 2, 155917, 27.6),
+        first(LLAMA3_15B, 32, 4, 4, 4, 104309, 36.3),
+        first(LLAMA3_70B, 32, 4, 2, 4, 17657, 93.2),
+        second(LLAMA3_8B, 4, 1, 8, 4, 38858, 81.0),
+        second(LLAMA3_8B, 12, 4, 4, 8, 67045, 30.4),
+        second(LLAMA3_8B, 32, 1, 4, 4, 297384, 51.3),
+        second(LLAMA3_70B, 32, 4, 2, 4, 17769, 93.2),
+    )
+
+
+ROWS = _rows()
