@@ -16,12 +16,14 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -172,6 +174,37 @@ def wait_to_begin() -> None:
             os._exit(FAILED)
         time.sleep(_LOOK)
     os.environ.update(json.loads(word.read_text(encoding="utf-8")))
+
+
+class Served:
+    """A new Python that answers over ``connection``: it runs ``serve(descriptor)`` of ``module``."""
+
+    def __init__(self, module: str, **options: Any) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            # Not by multiprocessing, whose spawn imports __main__: a script without a guard would run twice.
+            command = python_command(f"from {module} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
+            # A session of its own: a Ctrl-C in a terminal reaches the caller alone, and what it starts ends with it.
+            options |= {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "start_new_session": True}
+            self.process = subprocess.Popen(command, **options)
+
+    def kill(self) -> None:
+        """Kill the process, with those that it started; a thread that waits for it sees it end."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def end(self, grace: float = 0.0) -> int:
+        """Return the exit code; after ``grace`` seconds it is killed, and what it started is in any case."""
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace)
+        self.kill()
+        return self.process.wait()
+
+
+def out_of_memory_hint(code: int) -> str:
+    """Return what may have happened to a process that ended with a code; "" if nothing is known."""
+    return "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
 
 
 def end_with_parent(clean: Callable[[], None] = lambda: None) -> None:

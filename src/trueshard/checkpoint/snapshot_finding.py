@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
 from trueshard.checkpoint import state
-from trueshard.checkpoint.catalogue import Catalogue, Directory
+from trueshard.checkpoint.catalogue import Catalogue
 from trueshard.checkpoint.format import Manifest, TensorEntry, crc32, with_wrapped
 from trueshard.checkpoint.process_group import RankGroup
 from trueshard.checkpoint.snapshot_parts import (
@@ -157,13 +158,6 @@ class Meeting:
             mine[rank] = replace(part, folder=slot.folder)
 
 
-class _Memory(Directory):
-    """Stands for the directory of a catalogue whose bytes are in parts."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-
 @dataclass
 class _SnapshotCatalogue(Catalogue):
     """The tensors of a snapshot, read from the parts that this host has."""
@@ -235,6 +229,6 @@ def catalogue_of(parts: Parts, group: RankGroup) -> _SnapshotCatalogue:
     first = [group.rank] if same and group.rank in parts.here else []
     order = [*first, *(rank for rank in sorted(parts.here) if rank not in first)]
     read = [(parts.here[rank], parts.here[rank].mapped()) for rank in order]
-    directory = _Memory(f"the snapshot of step {own.step}")
+    directory: Any = SimpleNamespace(where=f"the snapshot of step {own.step}")  # the bytes are in parts
     of_rank = {rank: at for at, rank in enumerate(order)}
     return _SnapshotCatalogue(directory, manifest.tensors, manifest, parts=read, of_rank=of_rank)

@@ -257,7 +257,7 @@ class Snapshots:
             return
         target = self._targets[ranks.rank]
         sources = [rank for rank, to in self._targets.items() if to == ranks.rank]
-        record = _bytes_of(text)
+        record = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = {rank: torch.zeros(2, dtype=torch.int64) for rank in sources}
         ranks.exchange({target: torch.tensor([len(record), len(data)])}, sizes)
         records = {rank: torch.empty(int(sizes[rank][0]), dtype=torch.uint8) for rank in sources}
@@ -266,10 +266,6 @@ class Snapshots:
         ranks.exchange({target: data}, {rank: memory for rank, (_, memory) in opened.items()})
         for rank, (copy, _) in opened.items():
             copy.publish(bytes(records[rank].numpy()).decode())
-
-
-def _bytes_of(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def newest_parts(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None = None) -> list[Part]:

@@ -34,7 +34,7 @@ import functools
 import pkgutil
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class Framework:
     rules: tuple[Rule, ...]  # and those of the framework that it extends
     finish: Callable[[Draft], None]  # sets what several keys decide, such as batch sizes, and asks for what is missing
     arrange: Callable[[dict[str, Any], Set[str]], dict[str, Any]]  # (tree, known sections) → its full present form
-    marks: Sequence[str]  # keys of the top level that only this kind has
-    silent: Sequence[str]  # a file of these sections alone says nothing of other keys, which else have defaults
-    back: Sequence[Mapping[str, Any]]  # `ours`, and `value` (absent: any), in `keys` of theirs, or as `say`
-    tail: Mapping[str, Any]  # words for resharding with which final norm and head, a unit there, are `kept`
-    new: Mapping[str, Any]  # a new file: its `name`, its `text`, the command to `start` it, and `models`
+    marks: Sequence[str] = ()  # keys of the top level that only this kind has
+    silent: Sequence[str] = ()  # a file of these sections alone says nothing of other keys, which else have defaults
+    back: Sequence[Mapping[str, Any]] = ()  # `ours`, and `value` (absent: any), in `keys` of theirs, or as `say`
+    tail: Mapping[str, Any] = field(default_factory=dict)  # as `[tail]` has it
+    new: Mapping[str, Any] = field(default_factory=dict)  # as `[new]` has it
 
     @functools.cached_property
     def index(self) -> dict[str, Rule]:
@@ -96,11 +96,7 @@ def framework(file: str) -> Framework:
         rules=own + tuple(_inherited(tree, own)),
         finish=_named(tree["finish"]),
         arrange=_named(tree["prepare"]) if "prepare" in tree else lambda given, sections: given,
-        marks=tree.get("marks", ()),
-        silent=tree.get("silent", ()),
-        back=tree.get("back", ()),
-        tail=tree.get("tail", {}),
-        new=tree.get("new", {}),
+        **{name: tree[name] for name in ("marks", "silent", "back", "tail", "new") if name in tree},
     )
 
 

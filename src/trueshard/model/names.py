@@ -56,6 +56,11 @@ def _walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(prefix + name, unwrap(child)) for name, child in reversed(children) if child is not None]
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes without parameters, buffers and modules."""
+    return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+
+
 def named_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield (name, module, attribute, tensor) of ``"parameters"`` or ``"buffers"``: a tie for each of its names."""
     return _tensors_at(_walk(unwrap(root), ""), kind)

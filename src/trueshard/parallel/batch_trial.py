@@ -33,7 +33,7 @@ from trueshard.parallel import balancing
 from trueshard.parallel.module_copies import (
     CheapMatrices,
     copy_on_cpu,
-    copy_tree,
+    copy_without_memory,
     kind_of,
     random_values,
     replaced_forward,
@@ -77,11 +77,7 @@ class BatchTrial:
     """Trials of one model, one for each method that the user calls."""
 
     def __init__(self, index: Index, plan: Plan) -> None:
-        self.model = copy_tree(
-            index.root,
-            lambda original: nn.Parameter(torch.empty_like(original, device="meta"), requires_grad=False),
-            lambda buffer: buffer,
-        )
+        self.model = copy_without_memory(index.root)
         modules = dict(names.named_modules(self.model))
         self.names = {id(module): name for name, module in modules.items()}
         self.biases = {id(p) for name, p in self.model.named_parameters() if name.endswith("bias") and p.ndim == 1}
@@ -351,12 +347,7 @@ class _Passes:
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the attributes of a module that a forward may write numbers to, by name."""
-    state = vars(module)
-    return [
-        (k, v)
-        for k, v in state.items()
-        if not k.endswith("_hooks") and k not in ("_parameters", "_buffers", "_modules")
-    ]
+    return [(key, value) for key, value in names.plain_attributes(module).items() if not key.endswith("_hooks")]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

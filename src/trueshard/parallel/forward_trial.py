@@ -57,15 +57,19 @@ class _Notes:
                 self.positions.append(value.flatten())
 
 
-class _Block(nn.Module):
-    """Stands for a block, whose attributes it has: a model may ask of which kind it is."""
+class BlockStandIn(nn.Module):
+    """Stands for a block, whose attributes it has: a model may ask of which kind it is; ``more``: its own ones."""
 
-    def __init__(self, block: nn.Module, notes: _Notes, noise: torch.Generator, returns_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, **more: Any) -> None:
         super().__init__()
-        self.__dict__ |= {"_block": block, "_notes": notes, "_noise": noise, "_returns_tuple": returns_tuple}
+        self.__dict__ |= {"_block": block, **more}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"], name)
+
+
+class _Block(BlockStandIn):
+    """Notes what a block is given, and returns noise."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         notes: _Notes = self.__dict__["_notes"]
@@ -124,9 +128,7 @@ def run_holder(
     """Run the holder's forward once, with children that compute nothing.
 
     Args:
-        holder: the module that runs the blocks.
-        blocks: its attribute that lists them.
-        length: tokens of the sequence.
+        blocks: attribute of the holder that lists them.
         norm: child that gives the same whatever it is given.
         seed: of the noise that blocks give.
         visit: called with each block and what the holder gives it.
@@ -134,7 +136,6 @@ def run_holder(
             gives back what it is given, in the model's dtype.
         within: module whose forward is run instead, in which the holder lies.
         changed: position at which blocks give something else than without it.
-        inputs: arguments of the forward.
 
     Raises RuntimeError, with the reason, where it does not run so.
     """
@@ -192,7 +193,8 @@ def _stand_in(
     children: dict[str, nn.Module] = {}
     for name, child in holder.named_children():
         if name == blocks:
-            stands = (_Block(block, notes, noise, returns_tuple) for block in child.children())
+            own = {"_notes": notes, "_noise": noise, "_returns_tuple": returns_tuple}
+            stands = (_Block(block, **own) for block in child.children())
             children[name] = nn.ModuleList(stands)
         elif replace is not None and not hasattr(child, "embedding_dim"):
             children[name] = replace(child)
@@ -312,12 +314,7 @@ def find_reader(model: nn.Module, attention: Iterable[str]) -> str | None:
 
     Logits of a position are those of its hidden states, and a label belongs to the position before it.
 
-    Args:
-        model: a language model.
-        attention: names of its modules of attention, which lie in its blocks.
-
-    Raises:
-        RuntimeError: it cannot be told; says why.
+    ``attention``: names of its modules of attention, which lie in its blocks. Raises RuntimeError if it cannot be told.
     """
     with _torch.real_tensors(), torch.no_grad():
         holder, blocks = list_of(model, attention)
@@ -352,11 +349,7 @@ def last_norm(modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> str | 
 
     Such a norm may be given a part of the tokens, as the blocks are, if it computes each token by itself. It is tried
     at one token and at several. Where a forward goes another way at other lengths, the pass itself notices that its
-    norm was not called, see ``sequence``.
-
-    Args:
-        modules: those of the model, by name.
-        blocks: names of its blocks, in one list.
+    norm was not called, see ``sequence``. ``blocks`` lie in one list.
     """
     above, _, attribute = blocks[0].rpartition(".")[0].rpartition(".")
     holder = modules[above]

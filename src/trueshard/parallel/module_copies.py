@@ -70,6 +70,16 @@ def copy_tree(
     return copied
 
 
+def copy_without_memory(module: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a copy with its own buffers, and parameters on the meta device; ``replaced``: as of ``copy_tree``."""
+    return copy_tree(
+        module,
+        lambda original: nn.Parameter(torch.empty_like(original, device="meta"), requires_grad=False),
+        lambda buffer: buffer,
+        replaced=replaced,
+    )
+
+
 def random_copy(
     module: nn.Module,
     noise: torch.Generator,

@@ -41,7 +41,6 @@ def find_mixer(model: nn.Module, attention: Mapping[str, nn.Module], configs: Ma
     """Return why the blocks of ``model`` look at other positions beside attention; None: they do not.
 
     Args:
-        model: a language model.
         attention: its modules of attention, by name; they lie in one list of blocks.
         configs: ``id`` of a configuration of its modules → the one that copies have, with which each module of
             attention calls ``attend_alone``.
@@ -103,12 +102,17 @@ class _Trial:
         other[:, _PLACE] = torch.randn(hidden.shape[-1], generator=self.noise)
         readings: list[list[Reading]] = []
         arguments = []
+
+        def note(*call: Any, path: str) -> None:
+            name = ".".join(filter(None, (self.module_names.get(id(module)), path)))
+            readings[-1].append((name, [tensor.clone() for tensor in _torch.tensors_in(call[-1])]))
+
+        for path, child in copied.named_modules():
+            child.register_forward_hook(functools.partial(note, path=path))
         for values in (tokens, other):
-            reading = _read_modules(copied, self.module_names.get(id(module), ""))
+            readings.append([])
             with CheapMatrices():
                 copied(values, *args, **kwargs)
-            readings.append(reading.results)
-            reading.remove()
             arguments.append({name: list(noted) for name, noted in calls.items()})
             for noted in calls.values():
                 noted.clear()
@@ -159,24 +163,6 @@ class _Child(nn.Module):
                 self.trial._try(self.__dict__["child"], args[0], args[1:], kwargs)
         with CheapMatrices():
             return self.copied(*args, **kwargs)
-
-
-class _read_modules:
-    """Note what each module of a copy returns, inner ones first, until ``remove()``."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.results: list[Reading] = []
-        self._handles = [
-            child.register_forward_hook(functools.partial(self._note, f"{name}.{key}" if key else name))
-            for key, child in module.named_modules()
-        ]
-
-    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.results.append((name, [tensor.clone() for tensor in _torch.tensors_in(output)]))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _find_draw(copied: nn.Module, tokens: torch.Tensor, args: Any, kwargs: Any) -> str | None:

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from trueshard import _torch, distributed
 from trueshard.model import names
 from trueshard.model.names import Index
-from trueshard.parallel.forward_trial import run_holder
-from trueshard.parallel.module_copies import copy_tree, kind_of, random_copy
+from trueshard.parallel.forward_trial import BlockStandIn, run_holder
+from trueshard.parallel.module_copies import copy_without_memory, kind_of, random_copy
 from trueshard.parallel.sequence import Parts, parts_of
 from trueshard.parallel.tensor import arrived_on, by_name
 from trueshard.parallel.tensor_comparison import SUMMED, Comparison, NotTried
@@ -180,12 +180,8 @@ class _Trial:
     def comparison(self, name: str, way: str) -> Comparison:
         """Return the comparison of a module, without its weights; ``way``: what blocks in it return if left out."""
         blocks = [self.index.modules[block] for alike in self.kinds for block in alike if way]
-        template = copy_tree(
-            self.index.modules[name],
-            lambda original: nn.Parameter(torch.empty_like(original, device="meta"), requires_grad=False),
-            lambda buffer: buffer,
-            replaced={id(block): _LeftOut(block, way == "tuple") for block in blocks},
-        )
+        left_out = {id(block): _LeftOut(block, _returns_tuple=way == "tuple") for block in blocks}
+        template = copy_without_memory(self.index.modules[name], left_out)
         parts = None
         if self.parts is not None and name:
             parts = Parts(tuple(block for block in self.parts.blocks if block.name == name), None)
@@ -193,15 +189,8 @@ class _Trial:
         return Comparison(name, template, self.index.root, self.styles, self.plan.tensor, parts)
 
 
-class _LeftOut(nn.Module):
+class _LeftOut(BlockStandIn):
     """Stands for a block, whose attributes it has: scales what it is given."""
-
-    def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
-        super().__init__()
-        self.__dict__ |= {"_block": block, "_returns_tuple": returns_tuple}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

@@ -188,7 +188,6 @@ def share_forward(
     """Put what a style does to inputs and outputs around ``module``'s own forward, in place.
 
     Args:
-        module: the module.
         word: its style.
         group: ranks of the tensor axis.
         last_input: the model's, so that queries, keys and values sum the gradient of their input once.

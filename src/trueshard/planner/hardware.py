@@ -241,7 +241,6 @@ def with_links(device: Hardware, link: str | None, network: str | None) -> Hardw
     """Return a device with another link inside the node and another network between nodes; None: its own.
 
     Args:
-        device: the device.
         link: a link of the catalogue (``"nvlink4"``, ``"PCIe 5"``), or a device's rate in one direction (``"64GB"``).
         network: a device's rate in one direction, of bits or bytes a second (``"400Gb"``, ``"50GB/s"``).
 

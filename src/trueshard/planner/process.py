@@ -21,7 +21,6 @@ import os
 import pickle
 import pkgutil
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -29,7 +28,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import Pipe, active_children, get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, TypeAlias
@@ -42,10 +41,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from trueshard import _torch
 from trueshard.errors import is_defect, with_kind
-from trueshard.launching import end_with_parent, how, python_command
+from trueshard.launching import Served, end_with_parent, how, out_of_memory_hint
 from trueshard.machine import cpu_cores
-from trueshard.model import intent
-from trueshard.planner.inputs.fake_tensors import READERS, plain_attributes
+from trueshard.model import intent, names
+from trueshard.planner.inputs.fake_tensors import READERS
 
 IDLE = 300
 """Seconds without a call after which the process ends and gives its memory back."""
@@ -97,18 +96,8 @@ _lock = threading.Lock()
 _child: _Child | None = None
 
 
-class _Child:
+class _Child(Served):
     """The process and the connection to it."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = Pipe()
-        with theirs:
-            # Not by multiprocessing, whose spawn imports __main__: a script without a guard would run twice.
-            command = python_command(f"from {__name__} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
-            # A session of its own: a Ctrl-C in a terminal reaches the caller alone.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-            )
 
     def ask(self, request: bytes) -> Any:
         """Return (value, error, its traceback), or None if the process has gone; show what it prints."""
@@ -124,22 +113,12 @@ class _Child:
         except (EOFError, ConnectionError):
             return None
 
-    def end(self, grace: float = 0.0) -> int:
-        """Return the exit code; after ``grace`` seconds the process is killed, with those that it forked."""
-        self.connection.close()
-        try:
-            return self.process.wait(grace)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            return self.process.wait()
-
 
 def _answer(request: bytes) -> Any:
     global _child
     while True:
         is_new = _child is None
-        child = _child = _child or _Child()
+        child = _child = _child or _Child(__name__)
         try:
             answer = child.ask(request)
         except BaseException:  # such as a Ctrl-C
@@ -150,11 +129,8 @@ def _answer(request: bytes) -> Any:
         _child = None
         code = child.end(grace=10.0)
         if is_new or code:  # else it ended by itself, before it got the request
-            raise _death(f"the planner's process {how(code)} before it had a plan", code)
-
-
-def _death(text: str, code: int) -> RuntimeError:
-    return RuntimeError(text + ("; the machine may have run out of memory" if code == -signal.SIGKILL else ""))
+            hint = out_of_memory_hint(code)
+            raise RuntimeError(f"the planner's process {how(code)} before it had a plan{hint}")
 
 
 @atexit.register
@@ -188,7 +164,9 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             return self._reduced(value)
         if isinstance(value, nn.Module):
-            self._of_models.update(map(id, _torch.tensors_in([plain_attributes(value), list(value.buffers(False))])))
+            self._of_models.update(
+                map(id, _torch.tensors_in([names.plain_attributes(value), list(value.buffers(False))]))
+            )
             if is_parametrized(value):  # its class refuses to be pickled
                 return object.__new__, (type(value),), vars(value), None, None, _set_attributes
         if isinstance(value, torch.optim.Optimizer):
@@ -272,7 +250,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f".{value.__name__}: {key}", part) for key, part in {**used.globals, **used.nonlocals}.items()]
     attributes = getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
-        attributes = {**plain_attributes(value), **dict(value.named_children())}
+        attributes = {**names.plain_attributes(value), **dict(value.named_children())}
     return [(f".{key}", part) for key, part in attributes.items()]
 
 
@@ -437,7 +415,8 @@ class Workers:
         self._pool.shutdown()
         codes = [process.exitcode for process in self._processes]
         code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
-        return _death(f"a process of the planner {how(code or 0)} before it was done", code or 0)
+        hint = out_of_memory_hint(code or 0)
+        return RuntimeError(f"a process of the planner {how(code or 0)} before it was done{hint}")
 
 
 _functions: Mapping[str, Callable[..., Any]] = {}

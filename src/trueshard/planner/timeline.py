@@ -94,16 +94,9 @@ class Timeline:
 
 
 def schedule(trace: Trace, hardware: Hardware, ranks_per_node: int, mode: Mode = "eager") -> Timeline:
-    """Schedule the events of one rank's step; all ranks are assumed to be alike.
+    """Schedule the events of one rank's step; all ranks are assumed to be alike. ``mode``: of the units.
 
-    Args:
-        trace: the step.
-        hardware: device with its links.
-        ranks_per_node: neighbouring global ranks that share a node.
-        mode: of the units, eager or compiled.
-
-    Raises:
-        ValueError: ``ranks_per_node`` is not positive.
+    ``ranks_per_node``: neighbouring global ranks that share a node. Raises ValueError if that is not positive.
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node} must be 1 or more")

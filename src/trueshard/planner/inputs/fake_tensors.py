@@ -61,7 +61,7 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[nn.Mo
     stand_ins = _stand_ins(model, dtype)
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in _torch.tensors_in(plain_attributes(module)):
+        for tensor in _torch.tensors_in(names.plain_attributes(module)):
             memo[id(tensor)] = tensor if _torch.is_fake(tensor) else _stand_in(tensor)
     memo |= stand_ins
     try:
@@ -112,11 +112,6 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     return parameter
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes without parameters, buffers and modules."""
-    return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
-
-
 def replace_plain(
     model: nn.Module,
     made: dict[int, Any],
@@ -133,7 +128,7 @@ def replace_plain(
         return made[id(value)]
 
     for module in model.modules():
-        for key, value in plain_attributes(module).items():
+        for key, value in names.plain_attributes(module).items():
             if any(map(is_old, _torch.tensors_in(value))):
                 vars(module)[key] = _torch.mapped(replaced, value)
 

@@ -25,7 +25,6 @@ from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.options import Options
 from trueshard.planner.inputs.batches import quietly
-from trueshard.planner.inputs.fake_tensors import plain_attributes
 from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
@@ -251,7 +250,7 @@ class _Watch(TorchFunctionMode):
                 "error",
             )
             for module, name in self._name_of.items()
-            for attribute, value in plain_attributes(module).items()
+            for attribute, value in names.plain_attributes(module).items()
             for tensor in _torch.tensors_in(value)
             if id(tensor) not in registered
         }

@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -204,7 +204,7 @@ def _find(section: DataSection, name: str, key: str, weight: float) -> DataSourc
     path = Path(name).expanduser()
     saved = path / section.split if (path / "dataset_dict.json").is_file() else path
     if (saved / "dataset_info.json").is_file() and (saved / "state.json").is_file():
-        revision = hash_of(states(sorted(file for file in saved.iterdir() if file.is_file())))
+        revision = hash_of([state_of(str(file)) for file in sorted(saved.iterdir()) if file.is_file()])
         return HubSource(key, name, weight, (str(saved),), section.field, revision=revision, saved=True)
     if path.is_dir():
         return DataSource(key, name, weight, _select(section, _walk(path), str(path), key), section.field)
@@ -294,11 +294,6 @@ def _revision(name: str, key: str) -> str | None:
     remedy = "correct it, or see that there is a network (HF_HUB_OFFLINE=1 reads what was fetched before)"
     with explained(f"{key}: {name!r} is no folder or file here, and not to be had from the hub", remedy):
         return HfApi().dataset_info(name, timeout=20).sha
-
-
-def states(files: Iterable[Path]) -> list[list[Any]]:
-    """Return names, sizes and modification times: equal means unchanged."""
-    return [state_of(str(file)) for file in files]
 
 
 def hash_of(value: Any) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trueshard.errors import UserError, cut_line, explained
+from trueshard.train.data.addresses import state_of
 from trueshard.train.data.cutting import Cutter
-from trueshard.train.data.sources import TextFile, states
+from trueshard.train.data.sources import TextFile
 from trueshard.train.models.config import ModelSection, TokenizerSection, own_code
 
 END_OF_TEXT = "<|endoftext|>"
@@ -157,7 +158,7 @@ def fingerprint(section: TokenizerSection, model: ModelSection) -> list[list[Any
         files = [path] if path.is_file() else sorted({file for pattern in patterns for file in path.glob(pattern)})
     if section.chat_template is not None:
         files.append(Path(section.chat_template).expanduser())
-    return states(file for file in files if file.exists())
+    return [state_of(str(file)) for file in files if file.exists()]
 
 
 def _place(section: TokenizerSection, model: ModelSection) -> tuple[str, Path]:

@@ -95,6 +95,12 @@ def _located(part: Message, where: str, folder: Path) -> Message:
     return {"type": "image", "image": image}
 
 
+def images_in(turns: Sequence[Message], where: str) -> list[Any]:
+    """Return the images of a conversation in their order, read. Raises `UserError` for one that cannot be."""
+    parts = (part for message in turns for part in message["content"] if isinstance(part, dict))
+    return [read_image(part["image"], where) for part in parts if part["type"] == "image"]
+
+
 def read_image(image: str | bytes, where: str, verify: bool = False) -> Any:
     """Return an image, a path or bytes, in RGB; with ``verify``, only check it, without decoding."""
     from PIL import Image
@@ -126,10 +132,7 @@ class VisionCollate:
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         rendered = [self._template.render(sample["messages"], sample["where"]) for sample in samples]
-        images = []
-        for sample in samples:
-            parts = (part for message in sample["messages"] for part in message["content"] if part["type"] == "image")
-            images.append([read_image(part["image"], sample["where"]) for part in parts])
+        images = [images_in(sample["messages"], sample["where"]) for sample in samples]
         processed = self._process([chat.text for chat in rendered], images)
         plain = self._template.documents(rendered)
         rows = []

@@ -27,19 +27,17 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 from trueshard.errors import UserError
-from trueshard.launching import end_with_parent, how, python_command
+from trueshard.launching import Served, end_with_parent, how, out_of_memory_hint
 from trueshard.train.own_code import Wrong, explained
 from trueshard.train.rl.reward_functions import Function, load, messages_of, reward_of, rewards_of
 from trueshard.train.rl.samples import Sample
@@ -115,8 +113,7 @@ class _Process:
 
     def __init__(self, functions: Sequence[str], arguments: dict[str, Any], seconds: float) -> None:
         self._functions, self._arguments, self._seconds = list(functions), arguments, seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._served: Served | None = None
         self._episodes: set[str] = set()
         """Episodes that this process has begun, and so need no time to be played again."""
         self.forms: list[str] = []
@@ -124,24 +121,13 @@ class _Process:
 
     def start(self) -> None:
         """Start the process, unless it runs. Raises `UserError` if a function cannot be loaded."""
-        if self._process is not None and self._process.poll() is None:
+        if self._served is not None and self._served.process.poll() is None:
             return
         self.end()  # one that ended between two calls
-        self._connection, theirs = Pipe()
-        with theirs:
-            # Not by multiprocessing, whose spawn imports __main__, and with it torch.
-            command = python_command(f"from {__name__} import serve; serve(int(sys.argv[1]))", str(theirs.fileno()))
-            # Sets of strings have the same order in each process. Functions print to stderr, and at once: what is
-            # killed shows what it printed.
-            environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        # Sets of strings have the same order in each process. Functions print to stderr, and at once: what is
+        # killed shows what it printed.
+        environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
+        self._served = Served(__name__, stdout=2, env=environment)
         try:
             answer = self._exchange([self._functions, self._arguments], LOADING)
         except BaseException:
@@ -174,41 +160,34 @@ class _Process:
 
     def _exchange(self, message: Any, seconds: float) -> Message:
         """Return the answer to a message; ``{"slow"}`` or ``{"ended": words}`` of a process that is no more."""
-        assert self._connection is not None
+        assert self._served is not None
+        connection = self._served.connection
         try:
-            self._connection.send_bytes(json.dumps(message, default=_plain, skipkeys=True).encode())
-            if not self._connection.poll(seconds):
+            connection.send_bytes(json.dumps(message, default=_plain, skipkeys=True).encode())
+            if not connection.poll(seconds):
                 self.end()
                 return {"slow": True}
-            answer: Message = json.loads(self._connection.recv_bytes())
+            answer: Message = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             code = self.end(_GRACE)
-            memory = "; the machine may have run out of memory" if code == -signal.SIGKILL else ""
-            return {"ended": f"{how(code)}{memory}"}
+            return {"ended": f"{how(code)}{out_of_memory_hint(code)}"}
         return answer
 
     def kill(self) -> None:
         """Kill the process; a thread that waits for it sees it end."""
-        process = self._process  # another thread may end it meanwhile
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        served = self._served  # another thread may end it meanwhile
+        if served is not None:
+            served.kill()
 
     def hang_up(self) -> None:
         """Close the connection, whereupon an idle process ends."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._served is not None:
+            self._served.connection.close()
 
     def end(self, grace: float = 0.0) -> int:
         """Return the exit code; after ``grace`` seconds it is killed, and what it started is in any case."""
-        self.hang_up()
-        code = 0
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace)
-            self.kill()
-            code = self._process.wait()
-        self._process, self._connection, self._episodes = None, None, set()
+        code = 0 if self._served is None else self._served.end(grace)
+        self._served, self._episodes = None, set()
         return code
 
 

@@ -115,15 +115,7 @@ class PromptEncoder:
         return self.template
 
     def _process(self, texts: list[str], conversations: Sequence[Messages], side: str) -> Any:
-        images = [
-            [
-                vision.read_image(part["image"], "a prompt")
-                for message in conversation
-                for part in message["content"]
-                if isinstance(part, dict) and part["type"] == "image"
-            ]
-            for conversation in conversations
-        ]
+        images = [vision.images_in(conversation, "a prompt") for conversation in conversations]
         return self._processor(
             text=texts, images=images, padding=True, padding_side=side, add_special_tokens=False, return_tensors="pt"
         )

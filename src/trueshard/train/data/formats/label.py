@@ -25,7 +25,5 @@ class LabelFormat(CompletionFormat):
         for record in records:
             if (label := record.fields.get("label")) not in (True, False):
                 raise UserError(f"{record.where}: label is {label!r:.80}, wanted true or false; correct it")
-        return [*map(self._labelled, records)]
-
-    def _labelled(self, record: Record) -> Documents:
-        return tuple(self._encode(record, *self.parts(self.section, record))) if record.fields["label"] else ()
+        encoded = super().encode([record for record in records if record.fields["label"]], folder)
+        return [encoded.pop(0) if record.fields["label"] else () for record in records]
