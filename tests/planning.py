@@ -45,6 +45,8 @@ class Setting:
     microbatch: int = 2
     accumulation: int = 1
     clip: float | None = 1.0
+    imbalance: float = 1.0
+    """As of a `Job`; in real training it is the model's routing that decides."""
 
     def workload(self) -> Workload:
         model, batch, loss, sequence = MODELS.get(self.model) or of_catalogue(self.model)
@@ -63,6 +65,7 @@ class Setting:
             choices=Options(**self.words),
             on_cpu=True,
             recorder=CpuRecorder,
+            imbalance=self.imbalance,
         )
 
     def simulated(self, *, whole: bool = True) -> Simulation:
@@ -198,13 +201,13 @@ def _lora() -> nn.Module:
     return peft.get_peft_model(MODELS["llama"][0](), config).train()
 
 
-def _experts(routed: bool = False, count: int = 4) -> nn.Module:
+def _experts(routed: bool = False, count: int = 4, choices: int | None = None) -> nn.Module:
     """Blocks of experts, to which tokens go in turn, unless routers decide: from each rank equally many."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = _LLAMA | {
         "num_experts": count,
-        "num_experts_per_tok": count // 2,
+        "num_experts_per_tok": choices or count // 2,
         "moe_intermediate_size": 48,
         "head_dim": 16,
     }
@@ -212,6 +215,20 @@ def _experts(routed: bool = False, count: int = 4) -> nn.Module:
     for layer in model.model.layers if not routed else ():
         layer.mlp.gate.register_forward_hook(_in_turn)
     return model.train()
+
+
+def crowded(ranks: int, count: int, choices: int) -> nn.Module:
+    """Experts of which all tokens choose those of the first of ``ranks`` ranks, then the next; unknown to a planner."""
+    model = _experts(routed=True, count=count, choices=choices)
+
+    def first(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = output
+        places = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % max(choices, count // ranks)
+        return logits, weights, chosen * 0 + places
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(first)
+    return model
 
 
 def _in_turn(router: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -340,6 +357,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any, int]] = {
     "qwen3 moe": (_experts, text, own_loss, 48),
     "qwen3 moe, 2 experts": (lambda: _experts(count=2), text, own_loss, 48),
     "qwen3 moe, routed": (lambda: _experts(routed=True), text, own_loss, 48),
+    "2 ranks, crowded": (lambda: crowded(2, 4, 2), text, own_loss, 48),
+    "3 ranks, crowded": (lambda: crowded(3, 6, 2), text, own_loss, 48),
+    "3 ranks, crowded by choice": (lambda: crowded(3, 3, 2), text, own_loss, 48),
     "lora": (_lora, _ids, _language_loss, 48),
     "frozen": (_frozen_tower, _ids, _language_loss, 48),
     "wide": (lambda: _wide(3), _wide_vectors, _squared_error, 1),

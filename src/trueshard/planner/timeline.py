@@ -296,24 +296,25 @@ def communication_seconds(communication: Communication, hardware: Hardware, rank
     """
     if communication.seconds is not None:
         return communication.seconds
-    if communication.ranks == 1 or communication.received == 0:
+    moved = max(communication.received, communication.sent)  # links have both directions at once
+    if communication.ranks == 1 or moved == 0:
         return 0.0
     inside, nodes = spread(communication, ranks_per_node)
     if communication.op == "all_to_all":
         # Each pair of ranks exchanges directly: data from other nodes arrive through the rank's own adapter.
-        near = communication.received * (inside - 1) / (communication.ranks - 1)
+        near = moved * (inside - 1) / (communication.ranks - 1)
         over_links = near / hardware.link_rate(inside) if inside > 1 else 0.0
-        over_network = (communication.received - near) / (hardware.network_bandwidth * hardware.network_efficiency)
+        over_network = (moved - near) / (hardware.network_bandwidth * hardware.network_efficiency)
         latency = hardware.link_latency if nodes == 1 else hardware.network_latency
         return BASE_LATENCY + latency + max(over_links, over_network)
     bus = bus_bandwidth(inside, nodes, hardware)
     ring = (communication.ranks - nodes) * hardware.link_latency + (nodes - 1) * hardware.network_latency
     if communication.op != "all_reduce":
-        return BASE_LATENCY + ring + communication.received / bus
+        return BASE_LATENCY + ring + moved / bus
     tree = (inside - 1) * hardware.link_latency + math.ceil(math.log2(nodes)) * hardware.network_latency
     return BASE_LATENCY + min(
-        2 * ring + communication.received / bus,
-        2 * tree + communication.received / (bus * TREE),
+        2 * ring + moved / bus,
+        2 * tree + moved / (bus * TREE),
     )
 
 

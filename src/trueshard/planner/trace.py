@@ -130,6 +130,8 @@ class Communication:
     """Axis of the mesh: ``"replicate"``, ``"shard"``, ``"context"``, ``"tensor"``, ``"experts"``, ``"pipeline"``."""
     seconds: float | None = None
     """Duration, as that of a kernel."""
+    sent: int = 0
+    """Bytes that an all-to-all sends to other ranks; they may be more than ``received``."""
 
 
 @dataclass(slots=True)
@@ -156,6 +158,8 @@ class Trace:
     """Allocations that are live when the step begins, oldest first."""
     host_bytes: int = 0
     """Peak of the memory that offloaded shards, gradients and optimizer state take on the host; not in ``events``."""
+    largest_imbalance: float = 1.0
+    """Tokens over their mean over ranks, of a rank to whose experts all go that can."""
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)

@@ -158,6 +158,7 @@ def extend(base: Trace, fewer: Sequence[Trace], runs: Sequence[Run], recorded: S
     made = _Extension(labelled_base, runs, recorded, growth).trace()
     blocks = ((run.count - KEPT) * (base.host_bytes - less.host_bytes) for less, run in zip(fewer, runs, strict=True))
     made.host_bytes = base.host_bytes + sum(blocks)
+    made.largest_imbalance = base.largest_imbalance
     try:
         ledger.lifetimes(made)
     except ValueError as error:

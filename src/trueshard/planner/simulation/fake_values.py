@@ -7,8 +7,8 @@ on data are unknown; a usual one stands for them.
 Results as large as the data decide (``nonzero``, indexing by a mask): known values decide where there are any. Else
 tokens go to experts in equal shares and a mask selects everything; both give a warning, which a forecast shows.
 
-Ranks that share experts tell each other how many tokens they send. What this rank is told is what it would send itself,
-times ``KnownValues.imbalance``: it has the experts to which that many more tokens go than to the mean.
+Ranks that share experts tell each other how many tokens they send. Of every rank's tokens as many go to this rank's
+experts as to another's, times ``KnownValues.imbalance``; the rest goes to the others in equal shares.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST = 256 << 10
 
 _ATEN = torch.ops.aten
 
-EQUAL_SHARES = "Which tokens go to which expert depends on data: all experts are taken to get equal shares."
+EQUAL_SHARES = "Which tokens go to which expert depends on data: all experts of a rank are taken to get equal shares."
 EVERYTHING = "How many elements are selected depends on data: where that is unknown, all are taken to be."
 READ = "Values that depend on data are read in forward{line}: true, 1 and 0.5 stand for what is unknown."
 """``line``: `` (file:line)``, see ``code_line``."""
@@ -103,6 +103,10 @@ class KnownValues(_torch.SimulationMode):
         """``LoopWatch`` of the model that runs, if loops over tokens are refused."""
         self.imbalance = 1.0
         """Tokens that arrive for this rank's experts, over their mean over ranks."""
+        self.choices = 1
+        """Experts of a token, where ranks share experts: they differ, so a rank with fewer cannot get all of it."""
+        self.largest_imbalance = 1.0
+        """Imbalance of the rank to whose experts all tokens go, as far as that is possible."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (device := _torch.device_asked(func, args)) is not None:
@@ -224,9 +228,17 @@ class KnownValues(_torch.SimulationMode):
         self._facts_of(arriving).real = None
         if real is not None:
             warnings.warn(EQUAL_SHARES, stacklevel=2)
+            ranks = group.size()
             with _torch.real_tensors():
-                arrived = real.view(group.size(), -1)[group.rank()].double().mul(self.imbalance).round().to(real.dtype)
-                self._remember([arriving], [arrived.repeat(group.size()).view(arriving.shape)])
+                by_rank, mine = real.view(ranks, -1), torch.arange(ranks) == group.rank()
+                here, total = by_rank.shape[1], int(real.sum())
+                most = min(1.0, here / self.choices)
+                self.largest_imbalance = max(self.largest_imbalance, ranks * most)
+                if self.imbalance != 1:  # ``by_rank`` is the memory of ``leaving``
+                    own = round(total * min(self.imbalance / ranks, most))
+                    by_rank[mine] = _equal_shares(own, here)
+                    by_rank[~mine] = _equal_shares(total - own, (ranks - 1) * here).view(-1, here)
+                self._remember([arriving], [by_rank[mine].repeat(ranks, 1).view(arriving.shape)])
 
     def _remember(self, outputs: list[torch.Tensor], values: list[Any]) -> None:
         for fake, value in zip(outputs, values, strict=False):

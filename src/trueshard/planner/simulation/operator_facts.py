@@ -159,12 +159,14 @@ _WHOLE: dict[str, tuple[Collective, int, Callable[[Any], int]]] = {
 }
 """Operator → (kind, position of the group among the arguments, function from arguments to bytes of the whole)."""
 
-_POSITIONS = {"alltoall_base_": 3, "all_to_all_single": 1, "broadcast_": 2, "broadcast": 1}
-"""Operator → position of the argument with the rows that arrive from each rank, or with the root."""
+_POSITIONS = {"alltoall_base_": (3, 4), "all_to_all_single": (1, 2), "broadcast_": (2,), "broadcast": (1,)}
+"""Operator → positions of the arguments with the rows that arrive from each rank and leave for it, or with the root."""
 
 
-def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, int] | None:
-    """Return (kind, group, bytes of the whole tensor, bytes that this rank receives); None if nothing moves.
+def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, int, int] | None:
+    """Return (kind, group, bytes of the whole tensor, bytes that this rank receives, and sends by all-to-all).
+
+    None if nothing moves.
 
     Raises:
         NotImplementedError: an unknown collective.
@@ -178,14 +180,15 @@ def traffic(func: Any, args: Any) -> tuple[Collective, dist.ProcessGroup, int, i
         )
     kind, position, count = _WHOLE[name]
     group, full = group_of(args[position]), count(args)
-    received = full - full // group.size()
+    received, sent, here = full - full // group.size(), 0, group.rank()
     if kind == "all_reduce":
         received = 2 * (group.size() - 1) * full // group.size()
     elif kind == "broadcast":
-        received = 0 if group.rank() == args[_POSITIONS[name]] else full
-    elif kind == "all_to_all" and (rows := args[_POSITIONS[name]]):  # else all ranks send equally many
-        received = full // max(1, args[0].shape[0]) * (sum(rows) - rows[group.rank()])
-    return kind, group, full, received
+        received = 0 if here == args[_POSITIONS[name][0]] else full
+    elif kind == "all_to_all" and args[_POSITIONS[name][0]]:  # else all ranks send equally many
+        row = math.prod(args[0].shape[1:]) * args[0].itemsize
+        received, sent = (row * (sum(rows) - rows[here]) for rows in map(args.__getitem__, _POSITIONS[name]))
+    return kind, group, full, received, sent
 
 
 def group_of(value: Any) -> dist.ProcessGroup:

@@ -289,7 +289,7 @@ class Recorder(_torch.SimulationMode):
         traffic = operator_facts.traffic(func, args)
         if traffic is None:
             return
-        kind, group, full_bytes, received = traffic
+        kind, group, full_bytes, received, sent = traffic
         tensors = tensors_of(args)
         ranks = torch.distributed.get_process_group_ranks(group)
         if kind == "all_reduce" and self.stream == "reduce_scatter":
@@ -307,6 +307,7 @@ class Recorder(_torch.SimulationMode):
                 self._current_unit(),
                 self._communications_before(tensors),
                 self._axis(group, kind),
+                sent=sent,
             )
         )
         for tensor in (*tensors, *results):
@@ -377,6 +378,8 @@ def track_units(recorder: Recorder, model: nn.Module, plan: Plan) -> Iterator[No
         if module in unit_of:
             outer_units.append(recorder.place.unit)
             enter(unit_of[module])
+            if unit_of[module] in recorder.apart and len(args) > 1:  # (hidden states, experts of each token, weights)
+                recorder.values.choices = args[1].shape[-1]
 
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
         if module not in unit_of or not outer_units:

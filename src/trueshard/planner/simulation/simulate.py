@@ -348,6 +348,7 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
             for name, tensor in _optimizer_state(model, optimizers):
                 recorder.mark([tensor], "optimizer", name)
             trace = _as_planned(Trace(recorder.take(), resident), job, plan, recorder.members)
+            trace.largest_imbalance = recorder.values.largest_imbalance
             ledger.mark_activations(trace)
             traces.append(trace)
     return traces
