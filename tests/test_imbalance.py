@@ -1,15 +1,27 @@
-"""Experts to which more tokens go than to others: the planner's bytes are those of a real run in which all go to one rank."""
+"""Experts to which more tokens go than to others: the planner's bytes are those of a real run."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
 
+import studies
 from parity import Ranks
-from planning import Setting, traffic, train
+from planning import Setting, _experts, own_loss, text, traffic, train
 from test_planner_exact import differences, simulated
+from test_planner_page import data_of
 from trueshard.planner import ledger
+from trueshard.planner.choose_plan import solve
+from trueshard.planner.imbalance import NEAR, with_imbalances
+from trueshard.planner.planning import Request
+from trueshard.planner.report.page import page
+from trueshard.planner.report.summary import WIDTH, as_json
+from trueshard.planner.report.summary import text as summary_text
+from trueshard.planner.workload import Study
+from trueshard.text import size
 
 FULL = {"activation_checkpointing": "full"}
 
@@ -53,3 +65,57 @@ def test_two_ranks_at_full_imbalance(name: str, ranks2: Ranks) -> None:
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_at_full_imbalance(name: str, ranks3: Ranks) -> None:
     hold(ranks3, THREE[name])
+
+
+# The curve
+
+
+def one_of_four() -> Any:
+    return _experts(routed=True, choices=1)
+
+
+def curve(memory: int | None = None, **words: Any) -> Study:
+    request = Request(
+        model=one_of_four, ranks=4, experts=4, batch=text, sequence=512, microbatch=8, memory=memory, loss=own_loss,
+        reshard_after_forward="default", activation_checkpointing="none",
+    )  # fmt: skip
+    return with_imbalances(request, solve(request), **words)
+
+
+def test_text_json_and_page_have_a_row_for_each_imbalance() -> None:
+    study = studies.study()
+    more = dataclasses.replace(study.forecast, fits=False, peak_reserved_bytes=study.forecast.budget_bytes + (1 << 30))
+    study = dataclasses.replace(study, imbalances=((1.0, study.forecast), (8.0, more)))
+    told = summary_text(study)
+    assert re.search(r"\n +8 .* does not fit, 1\.0 GiB too much\n", told)
+    assert max(map(len, told.splitlines())) <= WIDTH
+    rows = as_json(study)["imbalances"]
+    assert [(row["imbalance"], row["fits"]) for row in rows] == [(1, study.forecast.fits), (8, False)]
+    assert data_of(page(study))["imbalances"] == rows
+    assert "imbalances" not in as_json(studies.study())
+
+
+@pytest.mark.rest
+def test_the_curve_ends_where_all_tokens_go_to_one_rank_and_says_up_to_where_it_fits() -> None:
+    study = curve()
+    assert [imbalance for imbalance, _ in study.imbalances] == [1, 1.5, 2, 4]
+    every = [forecast for _, forecast in study.imbalances]
+    assert every[0] == study.forecast
+    live, work = ([getattr(each, key) for each in every] for key in ("peak_live_bytes", "flops_per_step"))
+    assert live == sorted(set(live))
+    assert work == sorted(set(work))
+    assert f"4 times the mean, the plan reserves {size(every[-1].peak_reserved_bytes)} and fits." in study.reasons[-1]
+    assert [row["imbalance"] for row in as_json(study)["imbalances"]] == [1, 1.5, 2, 4]
+
+
+@pytest.mark.rest
+def test_where_all_tokens_do_not_fit_the_largest_imbalance_that_does_is_found() -> None:
+    reserved = [forecast.peak_reserved_bytes for _, forecast in curve().imbalances]
+    study = curve((reserved[0] + reserved[-1]) // 2, whole=False)
+    fitting = [imbalance for imbalance, forecast in study.imbalances if forecast.fits]
+    failing = [imbalance for imbalance, forecast in study.imbalances if not forecast.fits]
+    assert 1 in fitting
+    assert 4 in failing
+    assert max(fitting) < min(failing) <= NEAR * max(fitting)
+    assert f"up to an imbalance of {max(fitting):g}, and at {min(failing):g} no more" in study.reasons[-1]
+    assert f"{max(fitting):g}" in [line.split()[0] for line in summary_text(study).splitlines() if line]

@@ -193,7 +193,7 @@ def plan(
         if framework is not None:
             _plan_for(typed, framework, of, request, out if is_folder else None)
         elif is_model:
-            study, points = _best(request(), sliders)
+            study, points = _best(request(), sliders, curve=as_json or html is not None)
             _show(study, out, html, as_json, points=points)
         else:
             _show(_study_of_training(typed, overrides or []), out, html, as_json)
@@ -283,14 +283,16 @@ def joined(arguments: list[str]) -> list[str]:
     return [command, *arguments[2:]]
 
 
-def _best(request: Request, sliders: bool) -> tuple[Study, dict[str, Any] | None]:
+def _best(request: Request, sliders: bool, curve: bool = False) -> tuple[Study, dict[str, Any] | None]:
     """Return the study of the best plan, or of the one that the request has, and the points of the sliders."""
     from trueshard.planner.choose_plan import grid, solve
+    from trueshard.planner.imbalance import with_imbalances
 
     if request.axes or sliders:
         gc.unfreeze()  # several searches: what each leaves behind is collected
     with _status(f"Building {request.model} on fake tensors") as status:
         study = solve(request, status.update, workers=None)
+        study = with_imbalances(request, study, status.update, whole=curve, workers=None)
         return study, grid(request, study, status.update) if sliders else None
 
 

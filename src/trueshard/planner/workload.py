@@ -139,6 +139,8 @@ class Study:
     """Pass of ``Workload.score``."""
     failures: tuple[str, ...] = ()
     """Costs of lost processes, in sentences; none for one device, or processors."""
+    imbalances: tuple[tuple[float, Forecast], ...] = ()
+    """(imbalance of experts, forecast of the plan at it), in order; none unless ranks share experts."""
     phases: tuple[StepPhase, ...] = ()
     """Phases of reinforcement learning, where the forecast is that of the update, or of a training run."""
 

@@ -70,6 +70,7 @@ def _data(study: Study) -> dict[str, Any]:
         "seconds_of_step": forecast.step_seconds,
         "parts": time_parts(study),
         "phases": phases(study.timeline),
+        "imbalances": summary.imbalance_rows(study),
         "steps": summary.phase_rows(study),
         "steps_title": summary.phases_title(study),
         "alternatives": [{**this, "words": "This plan"}, *others],

@@ -157,6 +157,57 @@ function frontTable() {
   ], rows, { mark: (row) => (row === data.alternatives[0] ? "chosen" : "") }));
 }
 
+// Memory and time over the imbalance of experts: two panels with one axis.
+function imbalances() {
+  const rows = data.imbalances;
+  $("imbalances-section").hidden = !rows.length;
+  if (!rows.length) return;
+  const box = $("imbalances-plot"), wide = Math.max(box.clientWidth, 280), high = 230;
+  const [left, gap, right, top, foot] = [76, 88, 16, 26, 44];
+  const panel = (wide - left - gap - right) / 2;
+  const end = Math.max(...rows.map((row) => row.imbalance));
+  const panels = [
+    ["reserved memory of a rank", "peak_reserved_bytes", [data.budget], (low, most) => byteTicks(low, most, 4)],
+    ["time of a step", "step_seconds", [], (low, most) => timeTicks(low, most, 4)],
+  ];
+  const marks = panels.flatMap(([title, key, extra, scale], i) => {
+    const from = left + i * (panel + gap);
+    const [low, most] = range(rows.map((row) => row[key]), extra);
+    const x = (value) => from + ((value - 1) / (end - 1 || 1)) * panel;
+    const y = (value) => high - foot - ((value - low) / (most - low)) * (high - top - foot);
+    const up = scale(low, most);
+    const drawn = up.values.flatMap((value) => [
+      element("line", { class: "grid", x1: from, x2: from + panel, y1: y(value), y2: y(value) }),
+      element("text", { x: from - 8, y: y(value) + 4, "text-anchor": "end" }, up.word(value)),
+    ]);
+    drawn.push(element("text", { x: from, y: 14 }, `${title} (${up.unit})`));
+    if (extra[0] >= low && extra[0] <= most) {
+      drawn.push(element("line", { class: "budget", x1: from, x2: from + panel, y1: y(extra[0]), y2: y(extra[0]) }));
+      drawn.push(element("text", { class: "budget-words", x: from + panel, y: y(extra[0]) - 6, "text-anchor": "end" }, `budget ${bytes(extra[0])}`));
+    }
+    for (const value of ticks(1, end, 5, [["", 1]], [1, 2, 5]).values) {
+      drawn.push(element("text", { x: x(value), y: high - foot + 18, "text-anchor": "middle" }, number(value)));
+    }
+    drawn.push(element("text", { x: from + panel / 2, y: high - 6, "text-anchor": "middle" }, "imbalance"));
+    drawn.push(element("path", { class: "front", d: rows.map((row, at) => `${at ? "L" : "M"}${x(row.imbalance)},${y(row[key])}`).join("") }));
+    for (const row of rows) {
+      drawn.push(element("circle", { class: `dot front-dot ${row.fits ? "" : "unfit"}`, cx: x(row.imbalance), cy: y(row[key]), r: 5 }));
+    }
+    return drawn;
+  });
+  box.replaceChildren(element("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": "Memory and time by imbalance, as in the table below" }, ...marks));
+}
+
+function imbalanceTable() {
+  $("imbalances").append(table([
+    { head: "Imbalance", number: true, cell: (row) => number(row.imbalance, 2) },
+    { head: "Live", number: true, cell: (row) => bytes(row.peak_live_bytes) },
+    { head: "Reserved", number: true, cell: (row) => bytes(row.peak_reserved_bytes) },
+    { head: "Step", number: true, cell: (row) => duration(row.step_seconds) },
+    { head: "", cell: (row) => (row.fits ? "" : "does not fit") },
+  ], data.imbalances));
+}
+
 function phaseTable() {
   $("phases-of-step").hidden = !data.steps.length;
   $("phases-title").textContent = data.steps_title;
@@ -212,11 +263,12 @@ document.querySelector("main").hidden = false;
 head();
 legend();
 frontTable();
+imbalanceTable();
 phaseTable();
 sliders();
 tables();
 lists();
-const redraw = () => (draw(), scatter());
+const redraw = () => (draw(), scatter(), imbalances());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 let drawnAt = 0;
 new ResizeObserver(() => {

@@ -33,6 +33,7 @@ def text(study: Study) -> str:
         listed("Taken for granted", study.assumptions),
         _units(study),
         _memory(forecast),
+        _imbalances(study),
         _phases(study),
         _communication(forecast),
         _time(study),
@@ -60,6 +61,7 @@ def as_json(study: Study) -> dict[str, Any]:
             for unit in study.plan.units
         ],
         **({"phases": [dataclasses.asdict(phase) for phase in study.phases]} if study.phases else {}),
+        **({"imbalances": imbalance_rows(study)} if study.imbalances else {}),
         "plan": json.loads(study.plan.to_json()),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
@@ -326,6 +328,20 @@ def _memory(forecast: Forecast) -> list[str]:
     if forecast.host_bytes:
         rows.append(("on the host", size(forecast.host_bytes), "", host_verdict(forecast)))
     return ["Memory of a rank", *_indented(rows, right=(1, 2))]
+
+
+def imbalance_rows(study: Study) -> list[dict[str, Any]]:
+    """Return what depends on the imbalance of experts, a row for each."""
+    names = ("peak_live_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second_per_rank", "fits")
+    return [{"imbalance": at, **{name: getattr(each, name) for name in names}} for at, each in study.imbalances]
+
+
+def _imbalances(study: Study) -> list[str]:
+    head, rows = ("imbalance", "live", "reserved", "step", ""), []
+    for at, each in study.imbalances:
+        told = size(each.peak_live_bytes), size(each.peak_reserved_bytes), duration(each.step_seconds)
+        rows.append((f"{at:g}", *told, verdict(each).partition(";")[0]))
+    return ["By imbalance of experts, of the busiest rank", *table(head, rows, right=(0, 1, 2, 3))] if rows else []
 
 
 def phase_rows(study: Study) -> list[dict[str, Any]]:

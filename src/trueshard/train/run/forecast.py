@@ -28,6 +28,7 @@ from trueshard.machine import memory_of_process
 from trueshard.planner import hardware as catalogue
 from trueshard.planner import ledger, process
 from trueshard.planner.hardware import Hardware
+from trueshard.planner.imbalance import with_imbalances
 from trueshard.planner.inputs.batches import model_loss
 from trueshard.planner.planning import Request
 from trueshard.planner.report import summary
@@ -114,6 +115,7 @@ def study(
         )
         solving = "trueshard.planner.choose_plan:solve"
         result: Study = process.call(solving, request, in_place=in_place, workers=workers)
+        result = with_imbalances(request, result, workers=workers) if in_place else result
         if rl is None:
             phases = _training_phases(config, result, hardware)
         else:
