@@ -37,8 +37,8 @@ def with_imbalances(
     if plan.experts == 1 or forecast.pipeline > 1:
         return study
     stored = {unit.dtype for unit in plan.units} == {"bfloat16"}  # chosen where nothing else fits
-    words = {"storage_dtype": "bf16"} if stored and request.storage_dtype is None else {}
-    space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, **words))
+    dtype = "bf16" if stored and request.storage_dtype is None else request.storage_dtype
+    space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, storage_dtype=dtype))
     setting = Setting(space.replicate or 1, forecast.microbatch, forecast.accumulation, space.offloads[0])
     points = {space.imbalance: forecast}
     wanted = [1.0, *(factor for factor in (1.5, 2.0, 4.0, 8.0, 16.0, 32.0) if whole and factor < largest), largest]
