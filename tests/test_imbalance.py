@@ -79,7 +79,7 @@ def curve(memory: int | None = None, **words: Any) -> Study:
         model=one_of_four, ranks=4, experts=4, batch=text, sequence=512, microbatch=8, memory=memory, loss=own_loss,
         reshard_after_forward="default", activation_checkpointing="none",
     )  # fmt: skip
-    return with_imbalances(request, solve(request), **words)
+    return with_imbalances(request, solve(request), bool, **words)
 
 
 def test_text_json_and_page_have_a_row_for_each_imbalance() -> None:

@@ -6,9 +6,9 @@ Then all tokens go to the experts of one rank, or, where a token has more expert
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from trueshard.planner.choose_plan import space_of
+from trueshard.planner.choose_plan import Progress, space_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.space import Setting
@@ -21,12 +21,7 @@ NEAR = 1.1
 
 
 def with_imbalances(
-    request: Request,
-    study: Study,
-    progress: Callable[[str], object] = lambda line: None,
-    *,
-    whole: bool = True,
-    workers: int | None = 0,
+    request: Request, study: Study, progress: Progress, *, whole: bool = True, workers: int | None = 0
 ) -> Study:
     """Return a study of ``request`` with its plan's forecasts by imbalance, where ranks share experts (no pipeline's).
 
@@ -36,8 +31,8 @@ def with_imbalances(
     plan, forecast, largest = study.plan, study.forecast, study.trace.largest_imbalance
     if plan.experts == 1 or forecast.pipeline > 1:
         return study
-    stored = {unit.dtype for unit in plan.units} == {"bfloat16"}  # chosen where nothing else fits
-    dtype = "bf16" if stored and request.storage_dtype is None else request.storage_dtype
+    is_bf16 = {unit.dtype for unit in plan.units} == {"bfloat16"}  # perhaps chosen, where nothing else fits
+    dtype = request.storage_dtype or ("bf16" if is_bf16 else None)
     space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, storage_dtype=dtype))
     setting = Setting(space.replicate or 1, forecast.microbatch, forecast.accumulation, space.offloads[0])
     points = {space.imbalance: forecast}
@@ -67,7 +62,6 @@ def _between(points: Mapping[float, Forecast]) -> list[float]:
 def _sentence(points: Mapping[float, Forecast], largest: float) -> str:
     """Return which imbalance still fits, in words."""
     (fits, fails), most = _edge(points), size(points[largest].peak_reserved_bytes)
-    told = f"With the most tokens that can go to its experts, {largest:g} times the mean, the plan reserves {most}"
-    if not fails or not fits:
-        return f"{told} and {'fits' if fits else 'does not fit; nor does it at any other imbalance'}."
-    return f"{told} and does not fit; it does up to an imbalance of {fits:g}, and at {fails:g} no more."
+    told = f"With the most tokens that can go to its experts, {largest:g} times the mean, the plan reserves {most} and "
+    edge = f"it does up to an imbalance of {fits:g}, and at {fails:g} no more" if fits else "it does at no imbalance"
+    return f"{told}{f'does not fit; {edge}' if fails else 'fits'}."

@@ -310,11 +310,11 @@ def communication_seconds(communication: Communication, hardware: Hardware, rank
     bus = bus_bandwidth(inside, nodes, hardware)
     ring = (communication.ranks - nodes) * hardware.link_latency + (nodes - 1) * hardware.network_latency
     if communication.op != "all_reduce":
-        return BASE_LATENCY + ring + moved / bus
+        return BASE_LATENCY + ring + communication.received / bus
     tree = (inside - 1) * hardware.link_latency + math.ceil(math.log2(nodes)) * hardware.network_latency
     return BASE_LATENCY + min(
-        2 * ring + moved / bus,
-        2 * tree + moved / (bus * TREE),
+        2 * ring + communication.received / bus,
+        2 * tree + communication.received / (bus * TREE),
     )
 
 

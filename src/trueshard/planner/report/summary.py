@@ -331,9 +331,8 @@ def _memory(forecast: Forecast) -> list[str]:
 
 
 def imbalance_rows(study: Study) -> list[dict[str, Any]]:
-    """Return what depends on the imbalance of experts, a row for each."""
-    names = ("peak_live_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second_per_rank", "fits")
-    return [{"imbalance": at, **{name: getattr(each, name) for name in names}} for at, each in study.imbalances]
+    """Return ``imbalance`` and the forecast's fields at each imbalance of experts."""
+    return [{"imbalance": at, **dataclasses.asdict(each)} for at, each in study.imbalances]
 
 
 def _imbalances(study: Study) -> list[str]:
