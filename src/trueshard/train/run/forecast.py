@@ -115,7 +115,7 @@ def study(
         )
         solving = "trueshard.planner.choose_plan:solve"
         result: Study = process.call(solving, request, in_place=in_place, workers=workers)
-        result = with_imbalances(request, result, bool, workers=workers) if in_place else result
+        result = with_imbalances(request, result, lambda line: None, workers=workers) if in_place else result
         if rl is None:
             phases = _training_phases(config, result, hardware)
         else:
