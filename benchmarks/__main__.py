@@ -21,6 +21,7 @@ NAMES = (
     "first_step",
     "compiled",
     "checkpoint",
+    "lost_process",
     "data",
     "sft_step",
     "rl",

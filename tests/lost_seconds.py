@@ -15,7 +15,8 @@ SIZES |= {"num_hidden_layers = 2": "num_hidden_layers = 10", "num_attention_head
 SIZES |= {"sequence_length = 32": "sequence_length = 64", "vocab_size = 400": "vocab_size = 2000"}
 SIZES |= {"steps = 40": "steps = 400"}
 MEMORY = ("train.memory_every=1",)
-WAYS = {"memory, spares": (*MEMORY, "run.spares=1"), "memory": MEMORY, "disk": ("train.checkpoint_every=1",)}
+WITHOUT = "run.spares=0"
+WAYS = {"memory": MEMORY, "memory, no spare": (*MEMORY, WITHOUT), "disk": ("train.checkpoint_every=1",)}
 KILLS = 3
 
 
@@ -33,11 +34,11 @@ def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[st
     seconds = []
     for _ in range(KILLS):
         wait_for_steps(folder, process, len(metrics(folder)) + 2)
-        time.sleep(14.0 if "run.spares=1" in words else 3.0)  # spares have imported all by then
+        time.sleep(3.0 if WITHOUT in words or seconds else 14.0)  # the spare has imported all by then
         wait_for_steps(folder, process, len(metrics(folder)) + 1)
         time.sleep(0.2)  # in the middle of a step
         began, taken = time.monotonic(), len(metrics(folder))
-        kill(workers_of(process.pid)[1])
+        kill(workers_of(process.pid)[-1 if seconds else 1])
         while len(metrics(folder)) <= taken:
             time.sleep(0.01)
         seconds.append(time.monotonic() - began)

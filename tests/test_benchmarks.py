@@ -74,7 +74,12 @@ def test_a_peer_that_refuses_has_its_own_error_in_its_cell(step: dict[str, Any])
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in ("goes_wrong", "peers_step", "peers_limits", "compiled", "rl")]
+    "name",
+    [
+        name
+        for name in NAMES
+        if name not in ("goes_wrong", "peers_step", "peers_limits", "compiled", "rl", "lost_process")
+    ],
 )
 def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
     table = quick(tmp_path, name)[name]
@@ -97,6 +102,20 @@ def test_reinforcement_learning_is_held_against_trl_and_against_other_ways_to_ge
     assert set(steps) == {"TRL, DDP", "TRL, FSDP2", "copy = kept", "copy = sharded"}
     assert all(float(row[4]) > 0 for row in steps.values()), "none failed"
     assert {each["peer"] for each in table["over"]} == {"TRL, DDP", "TRL, FSDP2"}
+
+
+@pytest.mark.rest
+def test_every_way_goes_on_after_a_lost_process_and_those_from_memory_take_one_step_twice_at_most(
+    tmp_path: Path,
+) -> None:
+    table = quick(tmp_path, "lost_process")["lost_process"]
+    samples = {each["way"]: each["samples"][0] for each in table["numbers"]}
+    assert {way: each["failed"] for way, each in samples.items() if each["failed"]} == {}
+    assert len(table["rows"]) >= 6
+    own = [each for way, each in samples.items() if way.startswith("TrueShard")]
+    assert len(own) == 4
+    assert all(each["twice"] <= 1 for each in own)
+    assert all("first step" in each["parts"] for each in own[:2])
 
 
 @pytest.mark.rest

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,15 +147,19 @@ def test_preemption_leaves_a_checkpoint_on_disk_and_nothing_in_memory(
 
 
 @pytest.mark.rest
-def test_spares_take_over_and_leave_nothing(undisturbed: Path, memory: Path, tmp_path: Path) -> None:
+def test_forks_of_the_spare_take_over_twice_and_leave_nothing(undisturbed: Path, memory: Path, tmp_path: Path) -> None:
     folder = project(tmp_path / "spares")
-    words = (*MEMORY, "--set", "run.spares=1", "--set", "train.steps=40")
-    process = start(folder, *TWICE, *words, TRUESHARD_MEMORY=str(memory), TMPDIR=str(tmp_path / "lost"))
+    process = start(folder, *TWICE, *MEMORY, TRUESHARD_MEMORY=str(memory), TMPDIR=str(tmp_path / "lost"))
     (tmp_path / "lost").mkdir()
-    workers = workers_of(process.pid) or []
-    wait_until(process, lambda: len(workers_of(process.pid)) == 4)
-    everything = [*workers, *workers_of(process.pid)]
-    kill(workers_of(process.pid)[1])
+    wait_until(process, lambda: len(workers_of(process.pid)) == 3)  # the third is the spare
+    everything, before = [], 0
+    for _ in range(2):  # each with a step in between
+        wait_for_steps(folder, process, before + 5)
+        before = len(metrics(folder))
+        everything += workers_of(process.pid)
+        kill(next(each for each in workers_of(process.pid)[::-1] if each.pid != everything[2].pid))
+        wait_for_steps(folder, process, before + 1)
+    everything += workers_of(process.pid)
     code, out, err = end(process)
     assert code == 0, out + err
     hold(folder, undisturbed, memory)
@@ -237,22 +242,50 @@ def test_torchrun_goes_on_from_memory(undisturbed: Path, memory: Path, tmp_path:
     assert code == 0, out + err
     assert "from memory" in out
     hold(folder, undisturbed, memory)
+    (record,) = [record for record in metrics(folder) if "incident" in record]
+    assert record["incident_parts"]["start of processes"] > 0.1  # from the loss on, which a rank has noticed
+    assert not (folder / "run" / "lost").exists()
+
+
+@pytest.mark.rest
+def test_a_torchrun_that_gives_up_leaves_the_step_on_disk_and_nothing_in_memory(
+    undisturbed: Path, memory: Path, tmp_path: Path
+) -> None:
+    folder = project(tmp_path / "torchrun")
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "trueshard")
+    variables = {"TMPDIR": tempfile.mkdtemp(dir=tmp_path), "TRUESHARD_MEMORY": str(memory)}
+    process = start(folder, "--set", "train.memory_every=1", python=torchrun, **variables)
+    wait_for_steps(folder, process, 25)
+    kill(next(each for each in workers_of(process.pid) if each.name() != "sh"))
+    assert end(process)[0] != 0
+    deadline = time.monotonic() + 60
+    while os.listdir(memory) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert os.listdir(memory) == []
+    out = run(folder, *TWICE, *MEMORY, TRUESHARD_MEMORY=str(memory))
+    assert int(out.partition("Resumed after step ")[2].split()[0]) >= 24, out
+    hold(folder, undisturbed, memory)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def agent(folder: Path, memory: Path, *words: str) -> subprocess.Popen[str]:
+    """A torchrun of a host with a memory of its own."""
+    memory.mkdir(exist_ok=True)
+    options = ("train.memory_every=1", "train.memory_copies=1", f"run.timeout={LIMIT}")
+    python = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *words, "-m", "trueshard")
+    variables = {"TRUESHARD_MEMORY": str(memory), "TMPDIR": str(memory.parent)}
+    return start(folder, *(f"--set={option}" for option in options), python=python, **variables)
 
 
 def agents(folder: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:
-    """A torchrun for each of two hosts, each with a memory of its own, at a new port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = ("--master-addr", "localhost", "--master-port", str(free.getsockname()[1]))
-    options = ("train.memory_every=1", "train.memory_copies=1", f"run.timeout={LIMIT}")
-    result = []
-    for number, memory in enumerate(memories):
-        memory.mkdir(exist_ok=True)
-        node = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number))
-        python = (*TORCHRUN, *node, *place, "-m", "trueshard")
-        variables = {"TRUESHARD_MEMORY": str(memory), "TMPDIR": str(memory.parent)}
-        result.append(start(folder, *(f"--set={option}" for option in options), python=python, **variables))
-    return result
+    """A torchrun for each of two hosts, at a new port."""
+    place = ("--master-addr", "localhost", "--master-port", str(free_port()))
+    return [agent(folder, memory, "--node-rank", str(number), *place) for number, memory in enumerate(memories)]
 
 
 @pytest.mark.rest
@@ -273,6 +306,35 @@ def test_a_host_that_is_lost_with_its_memory_is_replaced(lost: int, undisturbed:
     assert curve(folder) == curve(undisturbed)
     assert weights(folder) == weights(undisturbed)
     assert [os.listdir(memory) for memory in memories] == [[], []]
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(300)
+def test_a_host_is_replaced_within_one_rendezvous(undisturbed: Path, tmp_path: Path) -> None:
+    folder, memories = project(tmp_path / "rendezvous"), [tmp_path / name for name in ("one", "two", "new")]
+    port = free_port()
+    place = ("--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint", f"localhost:{port}")
+    # Sooner than the other host's ranks end, or it would meet with a host that is lost, and wait for that in vain.
+    words = (*place, "--max-restarts", "3", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2")
+
+    def is_held() -> bool:
+        with socket.socket() as line:
+            return line.connect_ex(("127.0.0.1", port)) == 0
+
+    first = agent(folder, memories[0], *words)
+    wait_until(first, is_held)  # the store is this one's, and so not lost
+    lost = agent(folder, memories[1], *words)
+    wait_for_steps(folder, first, 25)
+    for process in [psutil.Process(lost.pid), *workers_of(lost.pid)]:
+        kill(process)
+    lost.communicate()
+    shutil.rmtree(memories[1])
+    ends = [end(process) for process in (agent(folder, memories[2], *words), first)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert any("from memory" in out for _, out, _ in ends), ends
+    assert curve(folder) == curve(undisturbed)
+    assert weights(folder) == weights(undisturbed)
+    assert [os.listdir(memory) for memory in (memories[0], memories[2])] == [[], []]
 
 
 @pytest.mark.rest

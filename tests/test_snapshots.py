@@ -18,7 +18,8 @@ import torch.distributed as dist
 import trueshard
 from checkpointing import LAYOUTS, SETUPS, attempted, draw, everything, go_on, scribble, seed, started
 from parity import Pool, RankFailure, Ranks, assert_same
-from trueshard.checkpoint.snapshot_parts import ROOT, folder_of, parts_in
+from trueshard import _torch
+from trueshard.checkpoint.snapshot_parts import ROOT, folder_of, parts_in, view_of
 
 FEW = ("by owner and by element", "dropout")
 """Setups that are not of the rest."""
@@ -212,6 +213,53 @@ def test_a_rank_that_is_killed_while_it_saves_loses_one_step_at_most(pool: Pool,
         Ranks(2, pool).run(save_twice, str(tmp_path))
     steps = {step for step, _ in Ranks(2, pool).run(load_on_hosts, str(tmp_path))}
     assert steps in ({6}, {7})
+
+
+def keep_frozen(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Whether what is kept is what was saved, around writes to frozen parameters; and whether they are copied anew."""
+    setup, model, optimizer = _trained(rank, world_size)
+    first, second, *_ = model.parameters()
+    for parameter in (first, second):
+        parameter.requires_grad_(False)
+    snapshots, equal = _snapshots(Path(folder), "frozen"), []
+
+    def write() -> None:
+        with torch.no_grad():
+            first.mul_(2)
+
+    def train() -> None:
+        second.requires_grad_(True)
+        go_on(setup, model, optimizer, rank, world_size, [7])
+        second.requires_grad_(False)
+
+    changes = (lambda: None, lambda: None, write, lambda: None, train, lambda: None)
+    for step, change in enumerate(changes, start=1):
+        change()
+        snapshots.save(step, model=model, optimizer=optimizer)
+        snapshots.wait()
+        (part,) = (each for each in parts_in(folder_of("frozen")) if (each.step, each.rank) == (step, rank))
+        held = part.mapped()
+        tensors = model.state_dict(keep_vars=True).items()
+        equal.append(
+            all(
+                torch.equal(view_of(held, part.tensors[f"model/{name}"]), _torch.local(tensor).detach())
+                for name, tensor in tensors
+            )
+        )
+    key = next(iter(part.tensors))
+    path = folder_of("frozen") / "slot-0" / part.name
+    data = bytearray(path.read_bytes())
+    data[part.tensors[key].begin] ^= 1
+    with path.open("r+b") as file:  # in the map of the process that saves
+        file.write(data)
+    snapshots.save(7, model=model, optimizer=optimizer)
+    snapshots.wait()
+    (part,) = (each for each in parts_in(folder_of("frozen")) if (each.step, each.rank) == (7, rank))
+    return [*equal, part.is_intact()]
+
+
+def test_frozen_parameters_are_copied_once_and_again_when_they_were_written_to(ranks2: Ranks, tmp_path: Path) -> None:
+    assert ranks2.run(keep_frozen, str(tmp_path)) == [[True] * 6 + [False]] * 2
 
 
 def fit(rank: int, world_size: int, folder: str, checkpoints: str) -> tuple[int, list[str]]:

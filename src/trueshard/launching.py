@@ -1,24 +1,29 @@
 """Start processes on this machine: N copies of a command, with a report of how each ended.
 
-- The processes are those of torch elastic's ``SubprocessContext``. Each is a session of its own, so that a Ctrl-C in a
-  terminal reaches the launcher alone. When one fails, the others get SIGTERM and, 30 seconds later, SIGKILL. A process
-  that was stopped (SIGSTOP) is continued with every signal, on which it could not act otherwise.
+- Each process is a session of its own, so that a Ctrl-C in a terminal reaches the launcher alone. When one fails, the
+  others get SIGTERM and, seconds later, SIGKILL. A process that was stopped (SIGSTOP) is continued with every signal:
+  it could not act on it otherwise.
 - The first SIGINT, SIGTERM, SIGHUP or SIGQUIT that the launcher receives is passed on, and the processes have ``grace``
   seconds to end; a second one kills them. The caller learns of the signal from ``Ended``, not from an exception.
 - When the time limit has passed, each process prints the stacks of its threads and is killed.
+
+``[Note: Forks of a spare]`` A new process imports for seconds. So one, the ``Spare``, may wait with all imported, and
+processes are forks of a child of it that ends at once: so they become children of the launcher, which the system makes
+the parent of orphans (``PR_SET_CHILD_SUBREAPER``). A fork cannot use CUDA if its parent has, and one beside threads may
+wait for a lock that nobody holds; so where a library did that in the spare, each fork begins as a new program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
-import logging
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +31,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from trueshard.files import replace_text
+from typing import Any, TypeAlias
 
 FAILED = 1
 """Exit code of a run after any failure without a code of its own."""
@@ -40,17 +43,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask a launcher to end."""
 
 LAST_WORDS = 5.0
-"""Seconds that ranks have to end after another has failed."""
-_POLL = 0.05
+"""Seconds that ranks have to end after another has failed, and a killed one that the kernel holds."""
+_POLL = 0.02
 """Seconds between two looks at the processes."""
 SPARE = "TRUESHARD_SPARE"
-"""Environment variable of a process of ``Spares``: the file that tells it to run."""
-_LOOK = 0.02
-"""Seconds between its looks for that, and between those at ranks that are about to end."""
+"""Environment variable of the process of a ``Spare``: the number of the socket that says when to fork."""
+_MONITOR = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Environment variable by which torch asks for devices without the use of one."""
+_BEGIN = 60.0
+"""Seconds in which a spare has imported all and forked."""
 _TAIL = 100
 """Lines that ``last_lines`` returns at most: a stack of a deep model, whose most recent call comes first."""
-_HANDLED_BY_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Variable with the signals on which elastic raises: none while ranks run; they get all back, to launch others."""
 _PRELUDE = """
 import sys
 sys.path[:] = {path!r}
@@ -105,75 +108,123 @@ def run_ranks(
     logs: Path | None = None,
     limit: float | None = None,
     grace: float = 0.0,
-    spares: Spares | None = None,
+    spare: Spare | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run ``command`` once a rank, with ``RANK``, ``WORLD_SIZE`` and their local forms set, until all have ended.
 
     ``environment``: variables set on top of this process's own. ``logs``: folder for each rank's stdout and stderr, see
     ``last_lines``; None: the processes share this terminal. ``limit``: seconds after which processes that still run
-    print their stacks and are killed. ``grace``: seconds that they have to end after a signal was passed on. ``spares``
-    of the same command take the place of new processes. ``meanwhile`` is called again and again while they run.
+    print their stacks and are killed. ``grace``: seconds that they have to end after a signal was passed on. ``spare``
+    of the same command: ranks are forks of it. ``meanwhile`` is called again and again while they run.
     """
-    with _quiet_elastic(), _collected_signals() as received:
-        context = _context(command, ranks, environment or {}, logs) if spares is None else spares.context
+    with _collected_signals() as received:
+        variables = [{**(environment or {}), **_variables(rank, ranks)} for rank in range(ranks)]
+        processes: list[_Process] = [] if spare is None else spare.forks(variables)
         try:
-            if spares is None:
-                context.start()
-            else:
-                spares.begin(environment or {})
-            return _wait(context, received, limit, grace, meanwhile)
+            if not processes:
+                processes += (_started(command, each, logs) for each in variables)
+            return _wait(processes, received, limit, grace, meanwhile)
         finally:
-            context.close(signal.SIGKILL)
+            _end(processes, 0)
 
 
-def _context(command: Sequence[str], ranks: int, environment: Mapping[str, str], logs: Path | None) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-
-    # Without logs, no folder that could be left over.
-    specs = DefaultLogsSpecs(log_dir=str(logs or os.devnull), redirects=Std.NONE if logs is None else Std.ALL)
-    return SubprocessContext(
-        name="trueshard",
-        entrypoint=command[0],
-        args={rank: tuple(command[1:]) for rank in range(ranks)},
-        envs={rank: {**environment, **_variables(rank, ranks)} for rank in range(ranks)},
-        logs_specs=specs,
-    )
+def _started(command: Sequence[str], variables: Mapping[str, str], logs: Path | None, *passed: int) -> _Process:
+    options: Any = {"env": {**os.environ, **variables}, "start_new_session": True, "pass_fds": passed}
+    if logs is None:
+        return subprocess.Popen(command, **options)
+    folder = logs / variables["RANK"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+        return subprocess.Popen(command, stdout=out, stderr=err, **options)
 
 
-class Spares:
-    """Copies of a command, one a rank, that were started before they are needed.
+class _Fork:
+    """Child of this process that a spare has forked."""
 
-    They come as far as ``wait_to_begin``, with all imported by then, and go on when ``run_ranks`` takes them.
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 for a signal; None while the process runs."""
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+
+_Process: TypeAlias = "subprocess.Popen[bytes] | _Fork"
+
+
+class Spare:
+    """Process of a command that comes as far as ``wait_to_begin``, with all imported by then, and is forked there.
+
+    See ``[Note: Forks of a spare]``. Ranks of every start can be forks of one spare.
     """
 
     def __init__(self, command: Sequence[str], ranks: int) -> None:
-        self._folder = tempfile.mkdtemp(prefix="trueshard-spares-")
-        self._word = Path(self._folder, "word")
-        self.context = _context(command, ranks, {SPARE: str(self._word)}, None)
-        with _quiet_elastic():
-            self.context.start()
+        self._line, theirs = socket.socketpair()
+        self._line.settimeout(_BEGIN)
+        # Whether there is CUDA is asked of the driver's monitor: else no fork could use it.
+        variables = {SPARE: str(theirs.fileno()), _MONITOR: "1", **_variables(0, ranks)}
+        with theirs:
+            self._process = _started(command, variables, None, theirs.fileno())
 
-    def begin(self, environment: Mapping[str, str]) -> None:
-        """Let them run, with variables on top of those that they have."""
-        replace_text(self._word, json.dumps(dict(environment)))
+    def forks(self, variables: Sequence[Mapping[str, str]]) -> list[_Process]:
+        """Return a process for each set of variables, on top of those of this process; none if it cannot be done."""
+        if not sys.platform.startswith("linux"):
+            return []
+        control, subreaper = ctypes.CDLL(None).prctl, 36
+        control(subreaper, 1, 0, 0, 0)
+        try:
+            self._line.sendall(json.dumps([os.getpid(), variables]).encode() + b"\n")
+            with self._line.makefile() as answers:
+                pids = dict(json.loads(answers.readline()) for _ in variables)
+            return [_Fork(pids[rank]) for rank in range(len(variables))]
+        except (OSError, ValueError):  # it has ended, or hangs
+            self.close()
+            return []
+        finally:
+            control(subreaper, 0, 0, 0, 0)  # what ranks leave behind is not this process's
 
     def close(self) -> None:
-        """End those that wait, and remove what they had."""
-        with _quiet_elastic():
-            self.context.close(signal.SIGKILL)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """End the process."""
+        self._line.close()
+        _end([self._process], 0)
 
 
 def wait_to_begin() -> None:
-    """Wait, in a process of ``Spares``, until it is to run; take over its variables. Ends with its parent."""
-    word, parent = Path(os.environ.pop(SPARE)), os.getppid()
-    while not word.exists():
-        if os.getppid() != parent:
-            os._exit(FAILED)
-        time.sleep(_LOOK)
-    os.environ.update(json.loads(word.read_text(encoding="utf-8")))
+    """Wait, in the process of a ``Spare``, and return in each process that is forked from it, with its variables."""
+    torch: Any = sys.modules.get("torch")
+    has_cuda = torch is not None and torch.cuda.is_available()
+    os.environ.pop(_MONITOR)
+    line = socket.socket(fileno=int(os.environ.pop(SPARE)))
+    gc.freeze()  # else a fork's collections write to every page
+    requests = line.makefile()
+    while request := requests.readline():
+        (launcher, variables), threads = json.loads(request), threading.active_count()
+        for each in variables:
+            if between := os.fork():
+                os.waitpid(between, 0)
+                continue
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            while os.getppid() == between:
+                time.sleep(0.001)
+            if os.getppid() != launcher:
+                os._exit(FAILED)
+            line.sendall(json.dumps([int(each["RANK"]), os.getpid()]).encode() + b"\n")
+            line.close()
+            os.environ.update(each)
+            with contextlib.suppress(RuntimeError):  # of CUDA, if the spare has used it
+                if threads == 1:
+                    if has_cuda:
+                        torch.cuda.init()
+                    return
+            os.execv(sys.executable, sys.orig_argv)
+    os._exit(0)
 
 
 class Served:
@@ -232,56 +283,58 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        _HANDLED_BY_ELASTIC: ",".join(number.name for number in SIGNALS),
     }
 
 
-def _wait(context: Any, received: list[int], limit: float | None, grace: float, meanwhile: Callable[[], None]) -> Ended:
+def _wait(
+    processes: Sequence[_Process],
+    received: list[int],
+    limit: float | None,
+    grace: float,
+    meanwhile: Callable[[], None],
+) -> Ended:
     deadline = float("inf") if limit is None else time.monotonic() + limit
-    noticed = 0.0
     while not received:
-        first = {rank for rank, handler in context.subprocess_handlers.items() if handler.proc.poll()}
-        if first:
-            noticed = noticed or time.time()
-            _end_others(context)
-        result = context.wait(timeout=0)
-        if result is not None:
-            # Elastic sends SIGTERM to those that are left when one fails, and then SIGKILL.
-            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if _failed(processes) or not _running(processes):
+            noticed = time.time()
+            time.sleep(_POLL)  # others may have been lost at the same moment
+            first = _failed(processes)
+            _end(processes, LAST_WORDS)
             ends = -signal.SIGTERM, -signal.SIGKILL
-            failed = {rank: code for rank, code in codes.items() if rank in first or code not in ends}
-            return Ended(failed or codes, received[0] if received else None, noticed=noticed)
+            failed = {rank: code for rank, code in _failed(processes).items() if rank in first or code not in ends}
+            return Ended(failed, received[0] if received else None, noticed=noticed if first else 0.0)
         if time.monotonic() > deadline:
-            _signal(context, signal.SIGUSR1)
+            _signal(processes, signal.SIGUSR1)
             time.sleep(1)  # in which they print their stacks
             return Ended({}, is_late=True)
         meanwhile()
         time.sleep(_POLL)
-    _signal(context, received[0])
+    _signal(processes, received[0])
     deadline = time.monotonic() + grace
-    while _running(context) and len(received) == 1 and time.monotonic() < deadline:
+    while _running(processes) and len(received) == 1 and time.monotonic() < deadline:
         time.sleep(_POLL)
     return Ended({}, received[0])
 
 
-def _end_others(context: Any) -> None:
-    """Give ranks that are left after a failure a few seconds. Elastic would give them 30.
-
-    One that waits in NCCL for who has failed runs no Python, so it takes no signal but SIGKILL.
-    """
-    _signal(context, signal.SIGTERM)
-    deadline = time.monotonic() + LAST_WORDS
-    while _running(context) and time.monotonic() < deadline:
-        time.sleep(_LOOK)
-    _signal(context, signal.SIGKILL)
+def _end(processes: Sequence[_Process], patience: float) -> None:
+    """Ask processes to end, and kill those that have not in so many seconds: one that waits in NCCL takes no signal."""
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, LAST_WORDS)):
+        _signal(processes, number)
+        deadline = time.monotonic() + seconds
+        while _running(processes) and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
 
 
-def _running(context: Any) -> list[int]:
-    return [handler.proc.pid for handler in context.subprocess_handlers.values() if handler.proc.poll() is None]
+def _failed(processes: Sequence[_Process]) -> dict[int, int]:
+    return {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
 
 
-def _signal(context: Any, number: int) -> None:
-    for pid in _running(context):
+def _running(processes: Sequence[_Process]) -> list[int]:
+    return [process.pid for process in processes if process.poll() is None]
+
+
+def _signal(processes: Sequence[_Process], number: int) -> None:
+    for pid in _running(processes):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, number)
             os.killpg(pid, signal.SIGCONT)
@@ -302,23 +355,3 @@ def _collected_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Silence elastic's account of signals and failures, which callers report, and keep it from handling signals.
-
-    Its handlers raise wherever the process is: also between two starts.
-    """
-    elastic, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
-    propagated, handled = elastic.propagate, os.environ.get(_HANDLED_BY_ELASTIC)
-    elastic.propagate, os.environ[_HANDLED_BY_ELASTIC] = False, ""
-    elastic.addHandler(silent)
-    try:
-        yield
-    finally:
-        elastic.removeHandler(silent)
-        elastic.propagate = propagated
-        os.environ.pop(_HANDLED_BY_ELASTIC)
-        if handled is not None:
-            os.environ[_HANDLED_BY_ELASTIC] = handled

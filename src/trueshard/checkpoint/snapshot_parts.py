@@ -150,9 +150,8 @@ def record_of(about: Mapping[str, Any], checksum: int, end: str) -> str:
     return f"{json.dumps({**about, 'checksum': checksum})[:-1]}, {end}"
 
 
-def checksum_of(data: torch.Tensor) -> int:
-    """Return the CRC-32 of bytes in memory, block by block: in between, other threads may run."""
-    value = 0
+def checksum_of(data: torch.Tensor, value: int = 0) -> int:
+    """Return the CRC-32 of bytes after others, whose own is ``value``, block by block: in between, threads may run."""
     for block in data.split(BLOCK):
         value = crc32(memoryview(block.numpy()), value)
     return value
@@ -179,6 +178,8 @@ class Slot:
         self.folder, self.name = folder, name_of(rank)
         self._record = folder / f"{self.name}.json"
         self._data = torch.empty(0, dtype=torch.uint8)
+        self.frozen: tuple[list[Any], int] = [], 0
+        """Places, addresses and versions of the frozen tensors that it begins with, and the checksum of their bytes."""
 
     def open(self, size: int) -> torch.Tensor:
         """Take the part that is there away, and return memory for another: uint8 ``(size,)``.
@@ -188,7 +189,7 @@ class Slot:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self._record.unlink(missing_ok=True)
         if len(self._data) < size:
-            self._data = torch.empty(0, dtype=torch.uint8)  # else memory would be needed for two
+            self._data, self.frozen = torch.empty(0, dtype=torch.uint8), ([], 0)  # else memory would be needed for two
             path = self.folder / self.name
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:

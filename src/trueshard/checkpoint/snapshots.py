@@ -3,6 +3,7 @@
 - Each rank copies what it holds to its host's memory, at places that stay the same from step to step; nothing is
   gathered. All else happens on a thread: checksums, records, copies for another host, and the word of all ranks that
   they have their part, without which the other slot is not written again (``[Note: Whole or not at all]``).
+- Frozen parameters are copied to a slot once, and again when they were written to or are others.
 - Loading takes the newest step of which every rank's part is there and intact, on this host or on another. What is read
   goes through ``load``'s own checks. At the number of ranks that made it each rank reads its own part; at another one,
   whatever of the parts lies in the regions that it holds.
@@ -122,11 +123,17 @@ class Snapshots:
         ranks = self._ranks or self._connect(model)
         table, bits = state.random_state()
         regions = regions_of(tensors) | {"rng": (((0, len(bits)),),)}
-        locals_of = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()} | {"rng": bits}
+        frozen = [key for key, entry in manifest.tensors.items() if entry.trainable is False]  # in one piece, first
+        locals_of = {key: _torch.local(tensors[key]).detach() for key in dict.fromkeys([*frozen, *tensors])}
+        locals_of["rng"] = bits
         placed, size = place(locals_of, regions)
         slot, data = self._open(self._next, ranks.rank, size)
+        stamp = [(placed[key], locals_of[key].data_ptr(), _torch.version(tensors[key])) for key in frozen]
+        (held, checksum), slot.frozen = slot.frozen, ([], 0)
+        kept = len(frozen) if held == stamp else 0
         views = [view_of(data, part) for part in placed.values()]
-        land = self._staging.copy_into(views, list(locals_of.values()))
+        land = self._staging.copy_into(views[kept:], list(locals_of.values())[kept:])
+        begin = [*placed.values()][len(frozen)].begin
         about: dict[str, Any] = {"made_by": self._made_by, "step": step, "slot": self._next}
         about |= {"rank": ranks.rank, "ranks": ranks.world, "size": size, "layout": layout_of_regions(regions)}
         about["content"] = {
@@ -142,7 +149,8 @@ class Snapshots:
 
         def complete() -> None:
             land()
-            text = record_of(about, checksum_of(data), lasting_part)
+            slot.frozen = stamp, checksum if kept else checksum_of(data[:begin])
+            text = record_of(about, checksum_of(data[begin:], slot.frozen[1]), lasting_part)
             slot.publish(text)
             self._exchange_copies(ranks, about["slot"], text, data)
             try:

@@ -40,16 +40,16 @@ class RunSection(Section):
     restarts: Annotated[int, Field(ge=0)] = 0
     """Restarts of the processes after one was lost, without a step further than before. Under torchrun:
     --max-restarts, which counts all."""
-    spares: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: processes that take over from lost ones are started beforehand, and wait with all imported: a restart is some
-    seconds faster, for the main memory of as many processes again."""
+    spares: Annotated[int, Field(ge=0, le=1)] = 1
+    """1: with `restarts`, a process waits with all imported, and those that take over from lost ones are forks of it: a
+    restart is some seconds faster, for the main memory of one process a host."""
     timeout: Annotated[int, Field(ge=1)] = 600
     """Seconds a rank waits for another before it gives the run up; the same command goes on from the newest
     checkpoint."""
 
     @model_validator(mode="after")
     def _spares(self) -> RunSection:
-        if self.spares and not self.restarts:
+        if "spares" in self.model_fields_set and self.spares and not self.restarts:
             raise ValueError("run.spares are for restarts, and run.restarts is 0; raise that, or remove run.spares")
         return self
 

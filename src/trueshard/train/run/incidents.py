@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trueshard.train.callbacks import Callback
@@ -13,6 +14,8 @@ from trueshard.train.trainer import Trainer
 
 VARIABLE = "TRUESHARD_INCIDENT"
 """Environment variable by which our launcher tells the next workers why they are started."""
+LOST = "lost"
+"""Name of the empty file in a run's folder that says when a rank noticed, by its time; torchrun tells nothing."""
 
 
 class Incident:
@@ -27,13 +30,18 @@ class Incident:
         self._last = since + sum(self.parts.values())
 
     @classmethod
-    def told(cls, environment: Mapping[str, str]) -> Incident | None:
+    def told(cls, environment: Mapping[str, str], folder: Path) -> Incident | None:
         """Return the incident because of which this process was started; None if it was the first start."""
         if VARIABLE in environment:
             return cls(**json.loads(environment[VARIABLE]))
-        if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun does not say more
-            return cls("a process was lost", time.time(), {})
-        return None
+        if not int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            return None
+        since = time.time()
+        if environment["RANK"] == "0":
+            with contextlib.suppress(OSError):  # all ranks of this host were killed
+                since = (folder / LOST).stat().st_mtime
+                (folder / LOST).unlink()
+        return cls("a process was lost", since, {})
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that tell the next workers."""
@@ -71,15 +79,3 @@ class IncidentReport(Callback):
         if trainer.rank == 0:
             parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in incident.parts.items())
             print(f"Went on from {self._origin} in {incident.seconds:.1f} s ({parts}): {incident.what}", flush=True)
-
-
-def process_started() -> float:
-    """Return the time at which this process began, where the system tells; else now."""
-    try:
-        with open("/proc/self/stat", encoding="ascii") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        with open("/proc/uptime", encoding="ascii") as file:
-            up = float(file.read().split()[0])
-        return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return time.time()

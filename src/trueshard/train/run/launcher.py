@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from trueshard.checkpoint.snapshots import move_to_disk, newest_parts
 from trueshard.errors import UserError, explained
-from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, Spares, how, python_command, run_ranks
+from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, Spare, how, python_command, run_ranks
 from trueshard.machine import memory_kills
 from trueshard.train.config import Config
 from trueshard.train.metrics.step_metrics import NAME as METRICS
@@ -136,14 +137,14 @@ def _has_remedy(ready: checks.Ready, nproc: int, device: torch.device) -> bool:
 
 
 class _Starts:
-    """Starts the workers of a run, and spares of them once they have taken a step."""
+    """Starts the workers of a run, and a spare of them once they have taken a step."""
 
     def __init__(self, ready: checks.Ready, arguments: Sequence[str], nproc: int) -> None:
-        self._folder, self._nproc, self._has_spares = ready.folder, nproc, bool(ready.config.run.spares)
+        run = ready.config.run
+        self._folder, self._nproc, self._has_spare = ready.folder, nproc, bool(run.spares and run.restarts)
         self._command = python_command("from trueshard.cli import main; sys.exit(main())", *arguments)
-        self._spares: Spares | None = None
-        self._smallest = 0
-        """Size of `metrics.jsonl` before the first step of this start, which first takes lines away."""
+        self._spare: Spare | None = None
+        self._began = time.time()
 
     def run(self, incident: Incident | None) -> Ended:
         """Run the command line once as workers, which meet at a store of this process; see how they end."""
@@ -160,37 +161,26 @@ class _Starts:
             **{name: os.environ.get(name, value) for name, value in _nccl_variables(self._folder).items()},
             **({} if incident is None else incident.variables()),
         }
-        spares, self._spares, self._smallest = self._spares, None, self._size()
-        try:
-            return run_ranks(
-                self._command,
-                self._nproc,
-                environment=environment,
-                grace=STOP_GRACE,
-                spares=spares,
-                meanwhile=self._prepare,
-            )
-        finally:
-            if spares is not None:
-                spares.close()
+        return run_ranks(
+            self._command,
+            self._nproc,
+            environment=environment,
+            grace=STOP_GRACE,
+            spare=self._spare,
+            meanwhile=self._prepare,
+        )
 
     def _prepare(self) -> None:
-        """Start spares, if there are to be any: not sooner than a step is done, which they would hold up."""
-        if self._has_spares and self._spares is None:
-            self._smallest = min(self._smallest, self._size())
-            if self._size() > self._smallest:
-                self._spares = Spares(self._command, self._nproc)
-
-    def _size(self) -> int:
-        try:
-            return (self._folder / METRICS).stat().st_size
-        except OSError:
-            return 0
+        """Start a spare, if there is to be one: not sooner than a step is written, which it would hold up."""
+        if self._has_spare and self._spare is None:
+            with contextlib.suppress(FileNotFoundError):
+                if (self._folder / METRICS).stat().st_mtime > self._began:
+                    self._spare = Spare(self._command, self._nproc)
 
     def close(self) -> None:
-        """End spares that were not needed."""
-        if self._spares is not None:
-            self._spares.close()
+        """End the spare."""
+        if self._spare is not None:
+            self._spare.close()
 
 
 def _end_memory(config: Config) -> None:
@@ -200,6 +190,13 @@ def _end_memory(config: Config) -> None:
         step = move_to_disk(config.run.folder, checks.on_disk(config), on_disk[-1] if on_disk else 0)
         if step:
             _say(f"the same command goes on from step {step}, which is now in {checks.on_disk(config)}")
+
+
+def end_left_memory(config: str) -> None:
+    """Do the same for a run that torchrun has left, unless it goes on within minutes; ``config``: its JSON."""
+    settings = Config.model_validate_json(config)
+    with checks.held(settings.run.folder, STOP_GRACE):
+        _end_memory(settings)
 
 
 def _nccl_variables(folder: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ import datetime
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -27,13 +28,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from trueshard.checkpoint.snapshot_parts import folder_of
 from trueshard.errors import RankFailed, UserError, one_line, printed, raised_in
-from trueshard.launching import FAILED, SPARE, STOPPED, USER_ERROR, wait_to_begin
+from trueshard.launching import FAILED, SPARE, STOPPED, USER_ERROR, python_command, wait_to_begin
 from trueshard.train.config import Config
 from trueshard.train.models.build import build
 from trueshard.train.run import out_of_memory, resuming
 from trueshard.train.run.checks import Ready, check, held, tell_changes, tell_if_complete
-from trueshard.train.run.incidents import Incident
+from trueshard.train.run.incidents import LOST, Incident
 from trueshard.train.run.session import train
 from trueshard.train.run.world import World, join
 
@@ -102,7 +104,7 @@ class _Worker:
         self.config, self.override, self.profile, self.replayed = config, override, profile, replayed
         self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.stop = StopRequest()
-        self.incident = Incident.told(os.environ)
+        self.incident = Incident.told(os.environ, config.run.folder)
         """Set if this rank was started because another was lost."""
         self.world: World | None = None
         """Set once the ranks have met."""
@@ -117,8 +119,11 @@ def work(
 ) -> NoReturn:
     """Run this process's rank of the training, or replay a step; end the process with the exit code of the run."""
     if SPARE in os.environ:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a fork loses a pool of more, and would wait for it
         _warm_up(config)
         wait_to_begin()
+        torch.set_num_threads(threads)
     worker = _Worker(config, override, profile, replayed)
     with contextlib.ExitStack() as locks:
         end = _run(worker, locks)
@@ -134,6 +139,8 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
         _mark(worker, "meeting")
         worker.ready = ready = _check_together(worker, world, locks)
         _mark(worker, "checks")
+        if world.by_one_torchrun and world.rank == 0 and ready.config.train.memory_every is not None:
+            _outlive_agent(ready.config)
         if ready.config.train.exact:
             _fix_kernels(world.device)
         if worker.replayed is not None:
@@ -154,6 +161,8 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
     except UserError as error:
         return _End(USER_ERROR, f"trueshard: {printed(error)}", hold_back=worker.rank != 0, is_final=True)
     except Exception as error:
+        if worker.world is not None and worker.world.ends_agent:
+            (worker.config.run.folder / LOST).touch()
         if out_of_memory.is_out_of_memory(error) and worker.meter is not None:
             return _End(OUT_OF_MEMORY, shortage=worker.meter.shortage(worker.rank, error))
         if _lost_peer(error):
@@ -170,8 +179,19 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
 def _warm_up(config: Config) -> None:
     """Do what a rank does before it needs the others, for what that imports and compiles; nothing of it is kept."""
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        from trueshard.train.run import forecast  # noqa: F401
+
         ready = check(config, int(os.environ["WORLD_SIZE"]), make=False, override=True)
         build(ready.config, ready.architecture)
+
+
+def _outlive_agent(config: Config) -> None:
+    """Start a process that waits for torchrun's end and does what our launcher would: nothing stays in memory."""
+    wait = f'while kill -0 {os.getppid()}; do sleep 0.5; done; [ ! -d "$0" ] || exec "$@"'
+    statement = "from trueshard.train.run.launcher import end_left_memory; end_left_memory(sys.argv[1])"
+    command = python_command(statement, config.model_dump_json(by_alias=True, exclude_unset=True))
+    quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(["sh", "-c", wait, folder_of(config.run.folder), *command], start_new_session=True, **quiet)
 
 
 def _mark(worker: _Worker, part: str) -> None:
