@@ -101,6 +101,6 @@ def shortened(command: str) -> str:
         command += " --set train.steps=2 --set sample.tokens=2"
     if re.match(r"trueshard plan (?!\S+\.toml|--for )", command) and "--reshard-after-forward" not in command:
         command += " --reshard-after-forward default --activation-checkpointing none"
-    if re.search(r"\btrueshard verify\b", command):
+    if re.search(r"\btrueshard verify\b", command) and "--steps" not in command:
         command += " --steps 2" + (" --layers 1" if ".toml" in command and "--layers" not in command else "")
     return command

@@ -213,8 +213,15 @@ def _run(
 def verify(
     *,
     subject: Annotated[
-        str, typer.Argument(help="A training configuration, or file.py:factory.", metavar="CONFIG.toml|FILE.py:FACTORY")
+        str,
+        typer.Argument(
+            help="A training configuration, file.py:factory, a script, or a recording.",
+            metavar="CONFIG.toml|FILE.py:FACTORY|SCRIPT.py|RECORDING",
+        ),
     ],
+    more: Annotated[
+        list[str] | None, typer.Argument(help="The other recording, or arguments of the script.", metavar="[MORE]…")
+    ] = None,
     nproc: Annotated[int, typer.Option("--nproc", help="Processes to hold against one.", metavar="N", min=1)] = 2,
     layers: Annotated[
         int | None, typer.Option(help="Keep so many blocks of each list of blocks.", metavar="N", min=1)
@@ -228,6 +235,15 @@ def verify(
     options: ShardOptions,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
+    record: Annotated[
+        Path | None, typer.Option(help="Record the command behind -- in a new folder.", metavar="FOLDER")
+    ] = None,
+    alone: Annotated[
+        str, typer.Option(help="Further arguments of the script on one process, for its batch.", metavar="ARGUMENTS")
+    ] = "",
+    shaken: Annotated[
+        Path | None, typer.Option(help="Of RECORDING with other rounding, for tolerances.", metavar="FOLDER")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
@@ -236,28 +252,43 @@ def verify(
     A configuration has its own optimizer and sharding: change them by --set. Their options here are for a factory.
     """
     from trueshard.planner.planning import check_writable, read_plan
+    from trueshard.verification import programs, verify_runs
 
+    words, exact = more or [], bool(options["exact"])
+    if record is not None:
+        programs.record_command([subject, *words], record, steps)
+        return
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process does it, with processes of its own
         return
-    if ".py" not in subject and not Path(subject).is_file():
-        raise UserError(f"there is no {subject!r}: give a training configuration (TOML), or file.py:factory")
+    if ".py" not in subject and not Path(subject).exists():
+        raise UserError(
+            f"there is no {subject!r}: give a training configuration (TOML), file.py:factory, a script or a recording"
+        )
     with refused():
         if html is not None:
             check_writable(html)
-        report = trueshard.verify(
-            subject,
-            nproc=int(os.environ.get("WORLD_SIZE", nproc)),
-            layers=layers,
-            steps=steps,
-            seed=seed,
-            overrides=overrides or (),
-            optimizer=optimizer,
-            sequence=sequence,
-            plan=None if plan_file is None else read_plan(plan_file),
-            replicate=replicate,
-            timeout=timeout,
-            **options,
-        )
+        report: trueshard.Verified
+        if Path(subject).is_dir():
+            if len(words) != 1:
+                raise UserError(f"{subject}: give the recording to compare with, too")
+            report = verify_runs(subject, words[0], shaken, exact=exact)
+        elif subject.endswith(".py"):
+            report = programs.verify_script(Path(subject), words, nproc, alone, steps, timeout, exact)
+        else:
+            report = trueshard.verify(
+                subject,
+                nproc=int(os.environ.get("WORLD_SIZE", nproc)),
+                layers=layers,
+                steps=steps,
+                seed=seed,
+                overrides=overrides or (),
+                optimizer=optimizer,
+                sequence=sequence,
+                plan=None if plan_file is None else read_plan(plan_file),
+                replicate=replicate,
+                timeout=timeout,
+                **options,
+            )
         if html is not None:
             from trueshard.verification.report import write_page
 

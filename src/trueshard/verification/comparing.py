@@ -85,11 +85,10 @@ class Recording:
     def samples(self, step: int, which: int | None) -> dict[Row, str]:
         """Return the hash of each sample of a step: of all tensors, or of one of them."""
         return {
-            (rank["rank"], number, row): value
+            (rank["rank"], number, row): "".join(hashes)
             for rank in self.ranks
             for number, one in enumerate(rank["rows"].get(str(step), ()))
-            for rows in ([one["rows"]] if which is None else one["each"][which : which + 1])
-            for row, value in enumerate(rows)
+            for row, hashes in enumerate(zip(*one["hashes"][which or 0 :][: None if which is None else 1], strict=True))
         }
 
 
@@ -99,11 +98,7 @@ def _match(first: Recording, second: Recording, step: int) -> dict[tuple[int, in
         rows, others = first.samples(step, one), second.samples(step, two)
         count, other, ranks = Counter(rows.values()), Counter(others.values()), len(others) / max(len(rows), 1)
         # Ranks that share matrices have the same samples.
-        if (
-            (rows or one is None)
-            and set(count) == set(other)
-            and all(other[value] == n * ranks for value, n in count.items())
-        ):
+        if (rows or one is None) and other == {value: number * ranks for value, number in count.items()}:
             places, result = defaultdict(list), defaultdict(list)
             for place, value in rows.items():
                 places[value].append(place)
@@ -129,7 +124,7 @@ def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual
             return None
         if (rank, number) not in passes:
             one = first.ranks[rank]["rows"][str(step)][number]
-            passes[rank, number] = first.read(content), len(one["rows"]), one["inner"]
+            passes[rank, number] = first.read(content), one["count"], one["inner"]
     tensors = [tensor for tensor, *_ in passes.values()]
     for each in (1, *{inner for *_, inner in passes.values()}):  # rows of a sample: 1, or its tokens
         fits = all(tensor.ndim and tensor.size(0) == count * each for tensor, count, _ in passes.values())
@@ -139,30 +134,29 @@ def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual
     return tensors[0] if same else None
 
 
-def _passed(
-    first: Recording, second: Recording, step: int, allowed: Allowed
-) -> Iterator[list[tuple[Place, Comparison]]]:
-    """Yield, by rank of the second run, the tensors that pass its modules, in their order."""
-    places: Any = _match(first, second, step)
+def _passed(first: Recording, second: Recording, step: int, places: Any, allowed: Allowed) -> Iterator[Passed]:
+    """Yield, by rank of the second run, the tensors that pass its modules, in their order; ``places``: of the rows."""
     for rank, contents in zip(second.ranks, second.contents, strict=True):
         found: Passed = []
         factors: dict[int, torch.Tensor] = {}
-        for (kind, at, key), content in contents.items() if not isinstance(places, str) else ():
+        for (kind, at, key), content in contents.items():
             if at != step or kind not in SIDES:
                 continue
-            side, (part, number, module, call, index) = SIDES[kind], json.loads(key)
-            place = Place(part, number, module, call, side, index)
-            rows, actual = places.get((rank["rank"], number), []), second.read(content)
+            part, number, module, call, index = json.loads(key)
+            place = Place(part, number, module, call, SIDES[kind], index)
+            rows, actual = places.get((rank["rank"], number)), second.read(content)
             expected = _expected(first, step, place, rows, actual) if rows else None
             if expected is None or expected.shape != actual.shape:
                 continue
-            if side in BACKWARD and actual.ndim and actual.size(0) % len(rows) == 0:
+            if place.side in BACKWARD:
+                if not actual.ndim or actual.size(0) % len(rows):
+                    continue
                 one, two = (tensor.double().reshape(len(rows), -1) for tensor in (actual, expected))
                 own = ((one * two).sum(1) / two.square().sum(1)).nan_to_num(1.0)
                 expected = (two * factors.setdefault(number, own)[:, None]).view_as(expected)
-            name = f"{module or 'the model'}, {side} {index}, call {call}"
+            name = f"{module or 'the model'}, {kind} {index}, call {call}"
             sizes = compare.distance(actual, expected)
-            found.append((place, Comparison(side, step, name, *sizes, allowed(side, step, name))))
+            found.append((place, Comparison(kind, step, name, *sizes, allowed(kind, step, name))))
         yield found
 
 
@@ -174,23 +168,28 @@ def _values(first: Recording, second: Recording, step: int, allowed: Allowed) ->
             run = "first" if name in sets[0] else "second"
             yield Comparison.fault("parameters", step, name, f"{words} in the {run} run only"), math.nan
     clipped = all(run.names("gradient norm", step) for run in (first, second))
-    for kind in VALUES if clipped else VALUES[2:]:
-        names = [run.names(kind, step) for run in (first, second)]
-        for name in names[0] | names[1]:
-            if name not in names[0] or name not in names[1]:
-                words = f"is in the {'first' if name in names[0] else 'second'} run only"
-                yield Comparison.fault(kind, step, name, words), math.nan
-                continue
-            (expected, *_), (actual, *others) = first.values(kind, step, name), second.values(kind, step, name)
-            for dim in range(expected.ndim) if actual.shape != expected.shape else ():
-                if actual.size(dim) * (len(others) + 1) == expected.size(dim):
-                    actual, others = torch.cat([actual, *others], dim), []
-            start = first.values(kind, 0, name)[0] if kind == "parameters" and step else None
-            words = "is not the same on all ranks" if any(not torch.equal(actual, other) for other in others) else ""
-            one, two = (tensor.double() for tensor in (actual, expected))
-            factor = float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
-            sizes = compare.distance(actual, expected, start)
-            yield Comparison(kind, step, name, *sizes, allowed(kind, step, name), words), factor
+    places = [(kind, name) for kind in VALUES for name in first.names(kind, step) | second.names(kind, step)]
+    for kind, name in places:
+        olds, news = first.values(kind, step, name), second.values(kind, step, name)
+        if not clipped and kind in VALUES[:2]:  # one run does not clip, or by a function of its own
+            continue
+        if not olds or not news:
+            words = f"is in the {'first' if olds else 'second'} run only"
+            yield Comparison.fault(kind, step, name, words), math.nan
+            continue
+        words, expected, actual = "", olds[0], news[0]
+        dims = [dim for dim, size in enumerate(expected.shape) if actual.ndim > dim and actual.size(dim) != size]
+        if len(dims) == 1:
+            actual = torch.cat(news, dims[0])  # ranks' parts
+        elif len(olds) == len(news):
+            expected, actual = (torch.stack(values) if len(values) > 1 else values[0] for values in (olds, news))
+        elif len(news) > 1:
+            words = "is not the same on all ranks"
+        start = first.values(kind, 0, name)[0] if kind == "parameters" and step else None
+        sizes = compare.distance(actual, expected, start)
+        one, two = (tensor.double() for tensor in (actual, expected))
+        factor = float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
+        yield Comparison(kind, step, name, *sizes, allowed(kind, step, name), words), factor
 
 
 def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:
@@ -198,7 +197,8 @@ def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:
     noise: dict[tuple[str, int, str], float] = {}
     for step in range(1, first.steps + 1) if shaken is not None else ():
         assert shaken is not None
-        passed = [one for rank in _passed(first, shaken, step, _nothing) for _, one in rank]
+        places = _match(first, shaken, step)
+        passed = [one for rank in _passed(first, shaken, step, places, _nothing) for _, one in rank]
         for one in [*passed, *(value for value, _ in _values(first, shaken, step, _nothing))]:
             key = one.kind, step, one.name
             noise[key] = max(noise.get(key, 0.0), 0.0 if one.words else one.relative)
@@ -266,21 +266,18 @@ def verify_runs(
     found: list[Comparison] = []
     located = None
     for step in range(min(one.steps, two.steps) + 1):
-        samples = _match(one, two, step) if step else {}
-        values, by_rank = list(_values(one, two, step, allowed)), list(_passed(one, two, step, allowed))
+        places: Any = _match(one, two, step) if step else {}
+        if isinstance(places, str):
+            found.append(Comparison.fault("samples", step, "", places))
+            located, places = located or Located("", "samples", step, None, math.nan, math.nan, places), {}
+        elif step:
+            found.append(Comparison("samples", step, "", 0.0, 0.0, 0.0))
+        values, by_rank = list(_values(one, two, step, allowed)), list(_passed(one, two, step, places, allowed))
         if all(value.held for value, _ in values if value.kind == "parameters"):
-            # Ranks whose gradients are summed in the optimizer's step.
+            # Gradients that ranks sum in the optimizer's step
             values = [(value, factor) for value, factor in values if not value.words or "gradients" not in value.kind]
-        if step:
-            words = samples if isinstance(samples, str) else ""
-            found.append(Comparison("samples", step, "", 0.0, 0.0, 0.0, words))
-        if isinstance(samples, str):
-            located = located or Located("", "samples", step, None, math.nan, math.nan, samples)
         located = located or _first(values, by_rank, step, source)
         found += [value for value, _ in values] + [passed for rank in by_rank for _, passed in rank]
-    points = [
-        point_of(point, [value for value in found if value.kind in kinds], "there are none")
-        for point, kinds in POINTS.items()
-    ]
+    points = (point_of(name, [one for one in found if one.kind in kinds], "none") for name, kinds in POINTS.items())
     setting = {"first": str(one), "second": str(two), "steps": min(one.steps, two.steps)}
     return ComparedRuns(tuple(points), setting, (), first=located)

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,50 +65,20 @@ def begin() -> _Recording:
     return _recordings[0]
 
 
-class _Passes(Recorder):
-    """A recorder that finds by itself where a pass of the model begins and ends."""
-
-    def __init__(self, model: nn.Module, sink: Any, begins: Callable[[Any], int | None]) -> None:
-        super().__init__(model, sink)
-        self._begins = begins
-
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._is_forward and torch.is_grad_enabled() and not _torch.in_backward():
-            tensors = _torch.tensors_in((args, kwargs))
-            if any(tensor.requires_grad for tensor in tensors):  # the second of several parts of a pass
-                self._is_forward = True
-            elif (number := self._begins(tensors)) is not None:
-                self.begin(0, number)
-        return super()._before(name, module, args, kwargs)
-
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        super()._after(name, module, args, output)
-        if self._is_forward and not self._open:
-            self.end_forward(None)
-
-
-class _Recording:
-    """One rank's recording."""
+class _Recording(Recorder):
+    """One rank's recording, which finds by itself where a pass of the model begins and ends, and a step."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._steps = folder, int(os.environ.get(STEPS, "3"))
+        super().__init__(nn.Identity(), self._keep)
         self.model: nn.Module | None = None
-        self._given: list[Any] = []
-        self._step = self._rank = 0
+        self._folder, self._steps = folder, int(os.environ.get(STEPS, "3"))
+        self._step = 0
         self._stepped: set[int] = set()
-        self._rows: dict[int, list[dict[str, Any]]] = {}
+        self._given: list[Any] = []
+        self._rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._entries: dict[tuple[str, int, str], str] = {}
-        self._notes: dict[str, Any] = {"in the optimizer": []}
-        self._dtypes: set[str] = set()
-        self._look()
-
-    def watch(self, optimizer: Any) -> None:
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # torch's hooks do not see it
-            optimizer.step = functools.partial(self._step_of, optimizer, optimizer.step)
-        self._given.append(optimizer)
-
-    def _look(self) -> None:
-        call = nn.Module.__call__
+        self._notes: dict[str, Any] = {"in the optimizer": {}, "dtypes": {}}  # names as keys
+        call, clip = nn.Module.__call__, functools.partial(self._clip, nn.utils.clip_grad_norm_)
 
         def look(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not self._step and (root := self._root(module)) is not None:
@@ -116,8 +87,13 @@ class _Recording:
             return call(module, *args, **kwargs)
 
         nn.Module.__call__ = look  # type: ignore[method-assign]
-        clip = functools.partial(self._clip, nn.utils.clip_grad_norm_)
         nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip
+        torch.compiler.set_stance("force_eager")  # compiled code calls no hooks
+
+    def watch(self, optimizer: Any) -> None:
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # torch's hooks do not see it
+            optimizer.step = functools.partial(self._step_of, optimizer, optimizer.step)
+        self._given.append(optimizer)
 
     def _root(self, module: nn.Module) -> nn.Module | None:
         """Return the model that is looked for if ``module`` is a part of it or wraps it."""
@@ -135,26 +111,25 @@ class _Recording:
             module = inner[held[0]]
 
     def _start(self, root: nn.Module) -> None:
-        self.model, self._step = root, 1
-        joined = dist.is_initialized()
-        self._rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
-        self._notes |= {"ranks": dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))}
-        self._own = self._folder / f"rank-{self._rank}"
+        self.model = self._model = root
+        self._step = 1
+        names = ("rank", dist.get_rank), ("ranks", dist.get_world_size)
+        for (key, get), variable in zip(names, ("RANK", "WORLD_SIZE"), strict=True):
+            self._notes[key] = get() if dist.is_initialized() else int(os.environ.get(variable, key == "ranks"))
+        self._own = self._folder / f"rank-{self._notes['rank']}"
         try:
             self._own.mkdir(parents=True)
         except FileExistsError:
             raise TrueShardValueError(f"{self._own} is there already; record in another folder") from None
-        random = torch.Generator().manual_seed(0)
-        parameters = held_tensors(root, "parameters")
-        self._notes["trained"] = [held.name for held in parameters if held.tensor.requires_grad]
-        for held in parameters:
-            if os.environ.get(SHAKEN) and held.tensor.requires_grad:
-                compare.shake(held.tensor, torch.promote_types(held.tensor.dtype, torch.float32), random)
-        self._write_all("parameters", 0)
+        trained = {held.name: held.tensor for held in held_tensors(root, "parameters") if held.tensor.requires_grad}
+        self._notes["trained"], random = list(trained), torch.Generator().manual_seed(0)
+        for parameter in trained.values() if os.environ.get(SHAKEN) else ():
+            compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
+        self._keep_all("parameters", 0)
         for module in _torch.every_module(root):  # before FSDP2 gathers parameters for the pass
             module.register_forward_pre_hook(self._before_pass, prepend=True)
         # Hooks stay, and do nothing after the last step: one cannot be removed while torch calls it.
-        self._watching = _Passes(root, self._see, self._begin_pass).watching()
+        self._watching = self.watching()
         self._watching.__enter__()
         hooks.register_optimizer_step_pre_hook(self._before_step)
         hooks.register_optimizer_step_post_hook(self._after_step)
@@ -164,21 +139,28 @@ class _Recording:
         if self._stepped and torch.is_grad_enabled() and not _torch.in_backward():
             self._end_step()
 
-    def _begin_pass(self, tensors: list[torch.Tensor]) -> int | None:
-        """Return the number of the pass in its step; None after the last one."""
-        if self._step > self._steps:
-            return None
-        passes = self._rows.setdefault(self._step, [])
-        sizes = [tensor.size(0) if tensor.ndim else 0 for tensor in tensors]
-        count = next((size for size in sizes if size), 0)
-        batch = [t.detach() for t, size in zip(tensors, sizes, strict=True) if size == count and count]
-        hashes = [[_hash(tensor[row]) for row in range(count)] for tensor in batch]
-        inner = next((tensor.size(1) for tensor in batch if tensor.ndim > 1), 1)
-        passes.append({"rows": ["".join(one) for one in zip(*hashes, strict=True)], "each": hashes, "inner": inner})
-        return len(passes) - 1
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        over = self._is_forward or self._step > self._steps
+        if not over and torch.is_grad_enabled() and not _torch.in_backward():
+            tensors, passes = _torch.tensors_in((args, kwargs)), self._rows[self._step]
+            if passes and any(tensor.requires_grad for tensor in tensors):  # the second of several parts of a pass
+                self._is_forward = True
+            else:
+                self.begin(0, len(passes))
+                count = next((tensor.size(0) for tensor in tensors if tensor.ndim), 0)
+                batch = [tensor.detach() for tensor in tensors if tensor.ndim and tensor.size(0) == count]
+                inner = next((tensor.size(1) for tensor in batch if tensor.ndim > 1), 1)
+                hashes = [[_hash(tensor[row]) for row in range(count)] for tensor in batch]
+                passes.append({"count": count, "inner": inner, "hashes": hashes})
+        return super()._before(name, module, args, kwargs)
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        super()._after(name, module, args, output)
+        if self._is_forward and not self._open:
+            self.end_forward(None)
 
     def _end_step(self) -> None:
-        self._write_all("parameters", self._step)  # again: an optimizer may copy its own to the model's after the hook
+        self._keep_all("parameters", self._step)  # again: an optimizer may copy its own to the model's after the hook
         self._stepped.clear()
         self._step += 1
         if self._step > self._steps:
@@ -189,16 +171,12 @@ class _Recording:
                 sys.stdout.flush()
                 os._exit(0)
 
-    def _see(self, place: Place, tensor: torch.Tensor) -> None:
-        self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
-        self._write(place.side, self._step, place.key, tensor)
-
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if recorded := 0 < self._step <= self._steps:
-            self._write_all("gradients", self._step)
+            self._keep_all("gradients", self._step)
         norm = clip(*args, **kwargs)
         if recorded:
-            self._write("gradient norm", self._step, "", norm)
+            self._keep(("gradient norm", self._step, ""), norm)
         return norm
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
@@ -206,21 +184,20 @@ class _Recording:
             return
         if id(optimizer) in self._stepped:  # without a pass in between
             self._end_step()
-        self._notes["in the optimizer"] = sorted({*self._notes["in the optimizer"], *names})
+        self._notes["in the optimizer"] |= dict.fromkeys(names)
         if ("gradient norm", self._step, "") not in self._entries:
-            self._write_all("gradients", self._step)
-        self._write_all("clipped gradients", self._step)
+            self._keep_all("gradients", self._step)
+        self._keep_all("clipped gradients", self._step)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._names_in(optimizer) is None:
+        if (names := self._names_in(optimizer)) is None:
             return
         self._stepped.add(id(optimizer))
-        names = {id(held.tensor): held.name for held in held_tensors(self._model(), "parameters")}
-        for parameter, entries in getattr(optimizer, "state", {}).items():
-            if id(parameter) in names and isinstance(entries, dict):
-                for path, value in leaves(entries, (names[id(parameter)],)):
-                    self._write("state", self._step, ": ".join(map(str, path)), value)
-        self._write_all("parameters", self._step)
+        for name, parameter in names.items():
+            for path, value in leaves(dict(optimizer.state.get(parameter, {})), (name,)):
+                if isinstance(value, (torch.Tensor, int, float)):
+                    self._keep(("state", self._step, ": ".join(map(str, path))), value)
+        self._keep_all("parameters", self._step)
 
     def _step_of(self, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._before_step(optimizer)
@@ -228,30 +205,26 @@ class _Recording:
         self._after_step(optimizer)
         return result
 
-    def _names_in(self, optimizer: Any) -> list[str] | None:
-        """Return the names of the parameters that an optimizer steps; None if it is not one of this recording."""
-        if not 0 < self._step <= self._steps:
-            return None
+    def _names_in(self, optimizer: Any) -> dict[str, torch.Tensor] | None:
+        """Return the model's parameters that an optimizer steps; None if it is not one of this recording."""
         inside = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        names = [held.name for held in held_tensors(self._model(), "parameters") if id(held.tensor) in inside]
-        return names if names or any(optimizer is given for given in self._given) else None
+        held = held_tensors(self._model, "parameters") if 0 < self._step <= self._steps else ()
+        names = {one.name: one.tensor for one in held if id(one.tensor) in inside}
+        return names if names or (held and any(optimizer is given for given in self._given)) else None
 
-    def _model(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
-
-    def _write_all(self, kind: str, step: int) -> None:
-        for held in held_tensors(self._model(), "parameters"):
+    def _keep_all(self, kind: str, step: int) -> None:
+        for held in held_tensors(self._model, "parameters"):
             tensor = held.tensor if kind == "parameters" else held.tensor.grad
             if tensor is not None:
-                self._write(kind, step, held.name, tensor)
+                self._keep((kind, step, held.name), tensor)
 
-    def _write(self, kind: str, step: int, name: str, value: Any) -> None:
-        """Keep a tensor or number. Collective if it is a DTensor."""
-        if not isinstance(value, (torch.Tensor, int, float)):
-            return
+    def _keep(self, place: Place | tuple[str, int, str], value: Any) -> None:
+        """Write a tensor or number. Collective if it is a DTensor."""
         tensor = compare.full(torch.as_tensor(value))
-        self._entries[kind, step, name] = content = _hash(tensor)
+        if isinstance(place, Place):
+            self._notes["dtypes"][str(tensor.dtype).removeprefix("torch.")] = None
+            place = place.side, self._step, place.key
+        self._entries[place] = content = _hash(tensor)
         file = self._folder / "tensors" / f"{content}.pt"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
@@ -262,24 +235,14 @@ class _Recording:
         """Leave the list of what was recorded, if a step was, and the program has not failed."""
         atexit.unregister(self._finish)
         steps = min(self._steps, self._step - (not self._stepped))
-        if steps and not hasattr(sys, "last_value") and not (self._own / INDEX).exists():
-            entries = [[*key, content] for key, content in self._entries.items() if key[1] <= steps]
-            notes = {
-                **self._notes,
-                "rank": self._rank,
-                "steps": steps,
-                "rows": self._rows,
-                "entries": entries,
-                "dtypes": sorted(self._dtypes),
-            }
-            replace_text(self._own / INDEX, json.dumps(notes | _setting()))
+        if steps and not hasattr(sys, "last_value"):
+            git = subprocess.run("git describe --always --dirty", shell=True, capture_output=True, text=True)
+            notes = {"torch": torch.__version__, "command": " ".join(sys.argv), "commit": git.stdout.strip()}
+            notes |= {**self._notes, "steps": steps, "rows": self._rows}
+            notes["entries"] = [[*key, content] for key, content in self._entries.items() if key[1] <= steps]
+            replace_text(self._own / INDEX, json.dumps(notes))
 
 
 def _hash(tensor: torch.Tensor) -> str:
     kind = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return hashlib.blake2b(as_bytes(tensor.clone()), digest_size=12, key=hashlib.sha256(kind).digest()).hexdigest()
-
-
-def _setting() -> dict[str, Any]:
-    git = subprocess.run("git describe --always --dirty", shell=True, capture_output=True, text=True, check=False)
-    return {"torch": torch.__version__, "command": " ".join(sys.argv), "commit": git.stdout.strip()}

@@ -1,0 +1,81 @@
+"""Record a program in a folder: a script on N processes of this machine, or any command and what it starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trueshard.errors import UserError
+from trueshard.launching import last_lines, python_command, run_ranks
+from trueshard.verification.comparing import ComparedRuns, verify_runs
+from trueshard.verification.recording import FOLDER, INDEX, SHAKEN, STEPS, STOPS
+
+_RUN = """
+import os, runpy
+from trueshard.verification.recording import begin
+begin()
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def record_command(command: Sequence[str], folder: Path, steps: int) -> None:
+    """Record what a command trains, in whichever Python processes it starts. Raises UserError if it fails."""
+    _check_new(folder)
+    site = os.pathsep.join([str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")])
+    try:
+        code = subprocess.call(command, env={**os.environ, **_variables(folder, steps), "PYTHONPATH": site})
+    except OSError as error:
+        raise UserError(f"{shlex.join(command)}: {error.strerror}; give a command that can be run") from None
+    _check(shlex.join(command), folder, f"it ended with exit code {code}" if code else "")
+
+
+def verify_script(
+    script: Path, arguments: Sequence[str], nproc: int, alone: str, steps: int, timeout: float, exact: bool = False
+) -> ComparedRuns:
+    """Run a script on ``nproc`` processes and, with the arguments ``alone``, on one; compare both. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
+        folders = [Path(name, run) for run in ("one", "shaken", "many")]
+        for folder, ranks in zip(folders, (1, 1, nproc), strict=True):
+            own = [*arguments, *(shlex.split(alone) if ranks == 1 else ())]
+            variables = _variables(folder, steps) | {STOPS: "1"} | ({SHAKEN: "1"} if folder.name == "shaken" else {})
+            _record_script([str(script), *own], folder, ranks, variables, timeout)
+        return verify_runs(folders[0], folders[2], folders[1], exact=exact)
+
+
+def _record_script(command: list[str], folder: Path, ranks: int, variables: Mapping[str, str], limit: float) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    logs = folder.with_name(f"{folder.name}-logs")
+    environment = {**variables, **place, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    ended = run_ranks(python_command(_RUN, *command), ranks, environment=environment, logs=logs, limit=limit)
+    ended.raise_for_signal()
+    words = f"it has not ended within {limit:.0f} s" if ended.is_late else ""
+    for rank, code in list(ended.codes.items())[:1]:
+        said = last_lines(logs, rank).strip().splitlines()[-1:]
+        words = f"rank {rank} of {ranks} ended with exit code {code}: {''.join(said)}"
+    _check(shlex.join(command), folder, words)
+
+
+def _variables(folder: Path, steps: int) -> dict[str, str]:
+    return {FOLDER: str(folder.absolute()), STEPS: str(steps)}
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; record in another folder")
+
+
+def _check(command: str, folder: Path, failure: str) -> None:
+    if failure:
+        raise UserError(f"{command}: {failure}")
+    if not any(folder.glob(f"rank-*/{INDEX}")):
+        remedy = "name them in it by trueshard.verification.record(model, optimizer)"
+        raise UserError(f"{command}: no optimizer step of a model was seen; {remedy}")
