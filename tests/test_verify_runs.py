@@ -94,9 +94,11 @@ class Module(lightning.LightningModule):
         return loss_of(self.model, batch[0])
     def configure_optimizers(self):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), options.batch)
+dataset = torch.utils.data.TensorDataset(data)
+sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=False)
+loader = torch.utils.data.DataLoader(dataset, options.batch, sampler=sampler)
 lightning.Trainer(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_steps=options.steps,
-    gradient_clip_val=limit, logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
+    gradient_clip_val=limit, use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
 """,
 }
 
