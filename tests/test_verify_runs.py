@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import forks
 from messages import lacking
-from trueshard.verification import recording, verify_runs
+from trueshard.verification import verify_runs
 
 SCRIPT = """
 import argparse, os
 import torch, torch.distributed as dist
 from torch import nn
+
 
 parser = argparse.ArgumentParser()
 for name, default in (("--batch", 2), ("--stack", "ddp"), ("--fault", ""), ("--steps", 4)):
@@ -98,7 +99,8 @@ dataset = torch.utils.data.TensorDataset(data)
 sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=False)
 loader = torch.utils.data.DataLoader(dataset, options.batch, sampler=sampler)
 lightning.Trainer(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_steps=options.steps,
-    gradient_clip_val=limit, use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
+    gradient_clip_val=limit, use_distributed_sampler=False,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
 """,
 }
 
@@ -143,3 +145,62 @@ def test_the_first_difference_of_a_script_is_named(tmp_path: Path, fault: str) -
     assert (first["where"], first["rank"]) == (where, rank)
     assert lacking(first["words"], *words) == []
     assert not module or first["module"] == module
+
+
+SMALL = """
+import sys, torch
+from trueshard.verification import record
+
+class Stepper:  # no torch.optim.Optimizer, and its parameters are copies
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = list(parameters), lr
+        self.copies = [parameter.detach().double() for parameter in self.parameters]
+    def step(self):
+        for parameter, copy in zip(self.parameters, self.copies):
+            parameter.data.copy_(copy.sub_(parameter.grad, alpha=self.lr))
+
+lr, width, kind = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+model = torch.nn.ModuleDict({"down" if width == 4 else "up": torch.nn.Linear(4, width)})
+optimizer = Stepper(model.parameters(), lr) if kind == "own" else torch.optim.SGD(model.parameters(), lr=lr)
+record(model, optimizer)
+for step in range(4 if kind != "never" else 0):
+    next(iter(model.values()))(torch.arange(8.0).view(2, 4) + step).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+"""
+
+
+def recorded(folder: Path, *arguments: object) -> int:
+    """Run ``SMALL``, recording in ``folder``; return its exit code."""
+    file = folder.with_name("small.py")
+    file.write_text(SMALL)
+    command = [sys.executable, str(file), *map(str, arguments)]
+    return forks.run(command, env={**os.environ, "TRUESHARD_RECORD": str(folder)}, capture_output=True).returncode
+
+
+def test_two_recordings_agree_or_the_optimizer_is_named(tmp_path: Path) -> None:
+    for name, arguments in {"a": (0.1, 4, "torch"), "b": (0.1, 4, "torch"), "c": (0.2, 4, "torch")}.items():
+        assert recorded(tmp_path / name, *arguments) == 0
+    assert recorded(tmp_path / "a", 0.1, 4, "torch") == 1  # it is there
+    report = verify_runs(tmp_path / "a", tmp_path / "b", exact=True)
+    assert (report.held, report.first, report.setting["steps"]) == (True, None, 3)
+    first = verify_runs(tmp_path / "a", tmp_path / "c").first
+    assert first is not None
+    assert (first.where, first.step, first.module) == ("optimizer", 1, "down")
+    assert recorded(tmp_path / "own", 0.1, 4, "own") == 0
+    assert verify_runs(tmp_path / "a", tmp_path / "own").held
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    for name, arguments in {"a": (0.1, 4, "torch"), "other": (0.1, 3, "torch"), "never": (0.1, 4, "never")}.items():
+        assert recorded(tmp_path / name, *arguments) == 0
+    with pytest.raises(ValueError, match="of other models"):
+        verify_runs(tmp_path / "a", tmp_path / "other")
+    for folder in (tmp_path / "never", tmp_path / "small.py", tmp_path / "none"):
+        with pytest.raises(ValueError, match=re.escape(str(folder))):
+            verify_runs(tmp_path / "a", folder)
+    index = tmp_path / "a" / "rank-0" / "record.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"ranks": 2}))
+    with pytest.raises(ValueError, match="1 of 2 ranks"):
+        verify_runs(tmp_path / "a", tmp_path / "a")

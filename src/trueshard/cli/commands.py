@@ -213,15 +213,9 @@ def _run(
 def verify(
     *,
     subject: Annotated[
-        str,
-        typer.Argument(
-            help="A training configuration, file.py:factory, a script, or a recording.",
-            metavar="CONFIG.toml|FILE.py:FACTORY|SCRIPT.py|RECORDING",
-        ),
+        str, typer.Argument(help="A configuration, FILE.py:FACTORY, a script or a recording.", metavar="SUBJECT")
     ],
-    more: Annotated[
-        list[str] | None, typer.Argument(help="The other recording, or arguments of the script.", metavar="[MORE]…")
-    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(help="Another recording, or arguments of the script.")] = None,
     nproc: Annotated[int, typer.Option("--nproc", help="Processes to hold against one.", metavar="N", min=1)] = 2,
     layers: Annotated[
         int | None, typer.Option(help="Keep so many blocks of each list of blocks.", metavar="N", min=1)
@@ -235,15 +229,9 @@ def verify(
     options: ShardOptions,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
-    record: Annotated[
-        Path | None, typer.Option(help="Record the command behind -- in a new folder.", metavar="FOLDER")
-    ] = None,
-    alone: Annotated[
-        str, typer.Option(help="Further arguments of the script on one process, for its batch.", metavar="ARGUMENTS")
-    ] = "",
-    shaken: Annotated[
-        Path | None, typer.Option(help="Of RECORDING with other rounding, for tolerances.", metavar="FOLDER")
-    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Record the command behind --.", metavar="FOLDER")] = None,
+    alone: Annotated[str, typer.Option(help="Arguments of the script on one process.", metavar="TEXT")] = "",
+    shaken: Annotated[Path | None, typer.Option(help="The first run at other roundings.", metavar="FOLDER")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
@@ -261,15 +249,13 @@ def verify(
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process does it, with processes of its own
         return
     if ".py" not in subject and not Path(subject).exists():
-        raise UserError(
-            f"there is no {subject!r}: give a training configuration (TOML), file.py:factory, a script or a recording"
-        )
+        raise UserError(f"there is no {subject!r}: give a configuration (TOML), file.py:factory, script or recording")
     with refused():
         if html is not None:
             check_writable(html)
         report: trueshard.Verified
         if Path(subject).is_dir():
-            if len(words) != 1:
+            if not words:
                 raise UserError(f"{subject}: give the recording to compare with, too")
             report = verify_runs(subject, words[0], shaken, exact=exact)
         elif subject.endswith(".py"):

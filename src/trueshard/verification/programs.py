@@ -27,7 +27,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def record_command(command: Sequence[str], folder: Path, steps: int) -> None:
     """Record what a command trains, in whichever Python processes it starts. Raises UserError if it fails."""
-    _check_new(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; record in another folder")
     site = os.pathsep.join([str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")])
     try:
         code = subprocess.call(command, env={**os.environ, **_variables(folder, steps), "PYTHONPATH": site})
@@ -66,11 +67,6 @@ def _record_script(command: list[str], folder: Path, ranks: int, variables: Mapp
 
 def _variables(folder: Path, steps: int) -> dict[str, str]:
     return {FOLDER: str(folder.absolute()), STEPS: str(steps)}
-
-
-def _check_new(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; record in another folder")
 
 
 def _check(command: str, folder: Path, failure: str) -> None:

@@ -1,11 +1,9 @@
 """Record what a training program does in its first steps, in a folder that ``comparing`` holds against another's.
 
-- A step is all that the model does up to the last ``optimizer.step()`` before its next pass. Kept are what passes the
-  borders of its modules, gradients before and after clipping, parameters and optimizer state: whole tensors, gathered.
-- Each rank writes a file for each content, so what is the same twice is kept once, and a list of them, when it is done.
-- A sample is known by the bytes that the model is called with: so it is found again on whichever rank.
-- The model is the outermost module that is called with gradients, whatever wraps it. Until it is, ``Module.__call__``
-  is replaced: torch's global hooks see no keyword arguments, and FSDP2 adds its own hooks before that.
+- A step is all that the model does up to the last ``optimizer.step()`` before its next pass with gradients.
+- Tensors are whole, gathered. A file for each content keeps once what is the same twice; each rank lists what it saw.
+- The model is the outermost module that is called with gradients, whatever wraps it. Until then ``Module.__call__`` is
+  replaced: torch's global hooks see no keyword arguments, and ours have to come after those of FSDP2.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ from trueshard.verification import compare
 from trueshard.verification.modules import Place, Recorder
 
 FOLDER, STEPS, SHAKEN, STOPS = (f"TRUESHARD_RECORD{end}" for end in ("", "_STEPS", "_SHAKEN", "_STOPS"))
-"""Environment variables: the folder; steps (default 3); whether parameters begin a rounding error away, and whether the
-program ends after the steps."""
+"""Environment variables: folder; steps (3); begin a rounding error away; end the program after the steps."""
 INDEX = "record.json"
-_recordings: list[_Recording] = []
 
 
 def record(model: nn.Module, optimizer: Any = None) -> None:
@@ -52,17 +48,13 @@ def record(model: nn.Module, optimizer: Any = None) -> None:
             parameters. Others are found by what they step.
     """
     if os.environ.get(FOLDER):
-        recording = begin()
-        recording.model = recording.model or model
-        for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            recording.watch(each)
+        begin().look_for(model, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
 
 
+@functools.cache
 def begin() -> _Recording:
     """Record the first model that is called, or the one that ``record`` names before."""
-    if not _recordings:
-        _recordings.append(_Recording(Path(os.environ[FOLDER])))
-    return _recordings[0]
+    return _Recording(Path(os.environ[FOLDER]))
 
 
 class _Recording(Recorder):
@@ -90,10 +82,11 @@ class _Recording(Recorder):
         nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clip
         torch.compiler.set_stance("force_eager")  # compiled code calls no hooks
 
-    def watch(self, optimizer: Any) -> None:
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):  # torch's hooks do not see it
-            optimizer.step = functools.partial(self._step_of, optimizer, optimizer.step)
-        self._given.append(optimizer)
+    def look_for(self, model: nn.Module, optimizers: Any) -> None:
+        self.model, self._given = self.model or model, [*self._given, *optimizers]
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer | None):  # torch's hooks do not see it
+                optimizer.step = functools.partial(self._step_of, optimizer, optimizer.step)
 
     def _root(self, module: nn.Module) -> nn.Module | None:
         """Return the model that is looked for if ``module`` is a part of it or wraps it."""
@@ -113,9 +106,9 @@ class _Recording(Recorder):
     def _start(self, root: nn.Module) -> None:
         self.model = self._model = root
         self._step = 1
-        names = ("rank", dist.get_rank), ("ranks", dist.get_world_size)
-        for (key, get), variable in zip(names, ("RANK", "WORLD_SIZE"), strict=True):
-            self._notes[key] = get() if dist.is_initialized() else int(os.environ.get(variable, key == "ranks"))
+        joined = dist.is_initialized()
+        self._notes["rank"] = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
+        self._notes["ranks"] = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
         self._own = self._folder / f"rank-{self._notes['rank']}"
         try:
             self._own.mkdir(parents=True)
@@ -172,11 +165,11 @@ class _Recording(Recorder):
                 os._exit(0)
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if recorded := 0 < self._step <= self._steps:
-            self._keep_all("gradients", self._step)
+        if not 0 < self._step <= self._steps:
+            return clip(*args, **kwargs)
+        self._keep_all("gradients", self._step)
         norm = clip(*args, **kwargs)
-        if recorded:
-            self._keep(("gradient norm", self._step, ""), norm)
+        self._keep(("gradient norm", self._step, ""), norm)
         return norm
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
@@ -237,7 +230,11 @@ class _Recording(Recorder):
         steps = min(self._steps, self._step - (not self._stepped))
         if steps and not hasattr(sys, "last_value"):
             git = subprocess.run("git describe --always --dirty", shell=True, capture_output=True, text=True)
-            notes = {"torch": torch.__version__, "command": " ".join(sys.argv), "commit": git.stdout.strip()}
+            notes: dict[str, Any] = {
+                "torch": torch.__version__,
+                "command": " ".join(sys.argv),
+                "commit": git.stdout.strip(),
+            }
             notes |= {**self._notes, "steps": steps, "rows": self._rows}
             notes["entries"] = [[*key, content] for key, content in self._entries.items() if key[1] <= steps]
             replace_text(self._own / INDEX, json.dumps(notes))
