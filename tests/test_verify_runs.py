@@ -79,6 +79,17 @@ if world > 1:
     trueshard.shard(model, optimizer, units="Block")
 train(model, optimizer)
 """,
+    "tensor": """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+rows = [data[step * 4 : step * 4 + 4] for step in range(options.steps)]  # the same on ranks that share matrices
+if world > 1:
+    for block in (model[1], model[2]):
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, init_device_mesh("cpu", (world,)), styles)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # tensors and DTensors
+train(model, optimizer, clip=lambda *_: None)
+""",
     "accelerate": """
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)

@@ -165,14 +165,18 @@ class Recorder:
                 self._see_gradient(place, "output gradient", tensor)
 
     def _see(self, place: Place, tensor: torch.Tensor) -> None:
-        self._sink(place, _torch.local(tensor.detach()))
+        self._sink(place, self._content(tensor.detach()))
+
+    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is looked at of a tensor: its local part."""
+        return _torch.local(tensor)
 
     def _see_gradient(self, place: Place, side: Side, tensor: torch.Tensor) -> None:
         place = replace(place, side=side)
 
         def see(gradient: torch.Tensor | None) -> None:
             if gradient is not None and self._unit is not None:
-                self._see(place, _torch.local(gradient.detach()).double() / self._unit.double())
+                self._see(place, self._content(gradient.detach()).double() / self._unit.double())
 
         _torch.call_with_gradient(tensor, see)
 

@@ -164,6 +164,9 @@ class _Recording(Recorder):
                 sys.stdout.flush()
                 os._exit(0)
 
+    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
+        return compare.full(tensor)
+
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not 0 < self._step <= self._steps:
             return clip(*args, **kwargs)
