@@ -1,0 +1,145 @@
+"""The benchmark: each program with its bug and without, and clean runs of many models, held against one process.
+
+- A run is recorded by ``trueshard.verification.record``, in processes of its own. ``verify_runs`` compares it with one
+  process without the bug; a third recording, a rounding error away, tells what may be apart.
+- A bug is found if the runs differ; localised if what is named first is what is at fault.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import Unfinished, on_ranks_within
+from benchmarks.silent.frame import STEPS, Program, start
+from benchmarks.table import Table, Tell
+
+FAMILIES = ("data_parallel", "megatron", "context", "between_runs")
+LIMIT, PATIENCE = 60.0, timedelta(seconds=20)
+CLEAN = 100
+"""Clean runs at most: each model of the catalogue in one way."""
+QUICK = ("final_norm", "stale", "dropout")
+"""Programs of a quick run."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What verification says of a run, held against its reference."""
+
+    differs: bool
+    module: str = ""
+    """Module or parameter that is named first."""
+    where: str = ""
+    words: str = ""
+
+
+def programs() -> Iterator[tuple[str, Program]]:
+    """Yield the programs, each with the name of its family."""
+    for family in FAMILIES:
+        for program in import_module(f"benchmarks.silent.{family}").PROGRAMS.values():
+            yield family, program
+
+
+def run(tell: Tell, quick: bool = False) -> Table:
+    """Try every program with its bug and without, then clean runs of the tests' models; ``quick``: three programs."""
+    from benchmarks.silent.clean import alarms
+
+    rows, numbers = list[tuple[str, ...]](), list[dict[str, Any]]()
+    for family, program in programs():
+        if quick and program.name not in QUICK:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            compare = Compared(functools.partial(recorded, family, program.name), Path(folder))
+            with_bug, without = compare.of(program.ranks, bug=True), compare.of(program.ranks)
+        cells = cells_of(program, with_bug)
+        rows.append((program.title, program.source, *cells, "yes" if without.differs else "no"))
+        numbers.append({"program": program.name, "bug": asdict(with_bug), "without": asdict(without)})
+        tell(f"{program.name}: {', '.join(rows[-1][2:])}")
+    done, wrong, refused = alarms(tell, 2 if quick else CLEAN)
+    numbers.append({"clean runs": done, "false alarms": wrong, "raised an error": refused})
+    return Table(
+        name="silent",
+        title="Bugs that raise nothing",
+        note=_note(rows, done, wrong, refused),
+        columns=("bug", "reported in", "found", "localised", "what is said", "false alarm without it"),
+        rows=tuple(rows),
+        numbers=numbers,
+        words=True,
+    )
+
+
+class Compared:
+    """Runs held against the same reference, which is recorded once.
+
+    Args:
+        record: (bug) -> None, the run of a rank.
+        folder: of the recordings.
+    """
+
+    def __init__(self, record: Callable[..., None], folder: Path) -> None:
+        self._record, self._folder = record, folder
+        self._error = self._run("reference", 1) or self._run("shaken", 1, shaken=True)
+
+    def of(self, ranks: int, **options: Any) -> Found:
+        """Return what is said of a run on ``ranks`` processes."""
+        from trueshard.verification.comparing import verify_runs
+
+        name = f"run-{ranks}-{'-'.join(map(str, options))}"
+        error = self._error or self._run(name, ranks, **options)
+        if error:
+            return Found(True, words=error)
+        report = verify_runs(self._folder / "reference", self._folder / name, self._folder / "shaken")
+        first = report.first
+        if first is None:
+            return Found(not report.held, words="" if report.held else str(report))
+        return Found(True, first.module, first.where, str(first).removeprefix("First: "))
+
+    def _run(self, name: str, ranks: int, shaken: bool = False, **options: Any) -> str:
+        """Record a run; return what went wrong, or nothing."""
+        ends = on_ranks_within(LIMIT, PATIENCE, _as_recorded, ranks, self._record, self._folder / name, shaken, options)
+        wrong = [end for end in ends if isinstance(end, Unfinished)]
+        return ("does not end" if any(end.hung for end in wrong) else "raises an error") if wrong else ""
+
+
+def _as_recorded(record: Callable[..., None], folder: Path, shaken: bool, options: dict[str, Any]) -> None:
+    """Run with the environment variables that ``trueshard verify`` sets."""
+    os.environ |= {"TRUESHARD_RECORD": str(folder), "TRUESHARD_RECORD_STEPS": str(STEPS - 1)}
+    os.environ |= {"TRUESHARD_RECORD_SHAKEN": "1"} if shaken else {}
+    record(**options)
+
+
+def recorded(family: str, name: str, bug: bool = False) -> None:
+    start(import_module(f"benchmarks.silent.{family}").PROGRAMS[name], bug)
+
+
+def cells_of(program: Program, found: Found) -> tuple[str, str, str]:
+    """Return whether a bug was found and localised, and what was said."""
+    if not found.differs:
+        return "no", "no", ""
+    if not found.where:
+        return "no", "no", found.words  # it ended otherwise, which is not silent
+    named = re.findall(r"'([\w.]+)'", found.words)
+    at = not program.where or any(re.search(program.where, name) for name in (found.module, *named) if name)
+    is_right = at and re.fullmatch(program.kind, found.where) is not None
+    return "yes", "yes" if is_right else "no", found.words
+
+
+def _note(rows: list[tuple[str, ...]], done: int, wrong: list[str], refused: list[str]) -> str:
+    found, localised, alarms = (sum(row[i] == "yes" for row in rows) for i in (2, 3, 5))
+    more = f" ({len(refused)} more raise an error in what they run under)" if refused else ""
+    return (
+        "Each bug written anew as a small program, that runs with the bug and without, on 2 processes against one "
+        "(or on one, against another version or setting of itself). It is found if `verify_runs` says that they "
+        "differ, and localised if the module or parameter named first, and where it shows, is what is at fault. "
+        f"Of {len(rows)} bugs {found} are found, {localised} localised; without them {alarms} false alarms. "
+        f"Of {done} clean runs of the tests' models under DDP, FSDP2 and `shard()`, with and without "
+        f"accumulation{more}, {len(wrong)} raise a false alarm."
+    )
