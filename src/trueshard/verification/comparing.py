@@ -134,8 +134,22 @@ def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual
     return tensors[0] if same else None
 
 
-def _passed(first: Recording, second: Recording, step: int, places: Any, allowed: Allowed) -> Iterator[Passed]:
-    """Yield, by rank of the second run, the tensors that pass its modules, in their order; ``places``: of the rows."""
+def _joined(parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """Return the ranks' parts one after the other in the dimension that makes them ``whole``; else the first."""
+    for dim in range(whole.ndim):
+        if [*parts[0].shape[:dim], sum(part.size(dim) for part in parts), *parts[0].shape[dim + 1 :]] == [*whole.shape]:
+            return torch.cat(parts, dim)
+    return parts[0]
+
+
+def _passed(
+    first: Recording, second: Recording, step: int, places: Any, allowed: Allowed, differs: bool = False
+) -> Iterator[Passed]:
+    """Yield, by rank of the second run, the tensors that pass its modules, in their order; ``places``: of the rows.
+
+    Ranks that share matrices have the same samples, and may have parts of a sum. Only where gradients or parameters of
+    the step ``differs``, their other parts are joined (not all are in the order of ranks), and dtypes are compared.
+    """
     for rank, contents in zip(second.ranks, second.contents, strict=True):
         found: Passed = []
         factors: dict[int, torch.Tensor] = {}
@@ -146,7 +160,16 @@ def _passed(first: Recording, second: Recording, step: int, places: Any, allowed
             place = Place(part, number, module, call, SIDES[kind], index)
             rows, actual = places.get((rank["rank"], number)), second.read(content)
             expected = _expected(first, step, place, rows, actual) if rows else None
-            if expected is None or expected.shape != actual.shape:
+            if expected is None:
+                continue
+            alike = [
+                second.read(theirs[kind, at, key])
+                for other, theirs in zip(second.ranks, second.contents, strict=True)
+                if places.get((other["rank"], number)) == rows and (kind, at, key) in theirs
+            ]
+            if differs and expected.shape != actual.shape:
+                actual = _joined(alike, expected)
+            if expected.shape != actual.shape:
                 continue
             if place.side in BACKWARD:
                 if not actual.ndim or actual.size(0) % len(rows):
@@ -155,8 +178,12 @@ def _passed(first: Recording, second: Recording, step: int, places: Any, allowed
                 own = ((one * two).sum(1) / two.square().sum(1)).nan_to_num(1.0)
                 expected = (two * factors.setdefault(number, own)[:, None]).view_as(expected)
             name = f"{module or 'the model'}, {kind} {index}, call {call}"
-            sizes = compare.distance(actual, expected)
-            found.append((place, Comparison(kind, step, name, *sizes, allowed(kind, step, name))))
+            sizes, tolerance = compare.distance(actual, expected), allowed(kind, step, name)
+            if sizes[1] > tolerance and len(alike) > 1 and all(one.shape == expected.shape for one in alike):
+                sizes = min(sizes, compare.distance(torch.stack(alike).sum(0), expected), key=lambda one: one[1])
+            there, here = (str(tensor.dtype).removeprefix("torch.") for tensor in (expected, actual))
+            words = f"is {here}, and {there} there" if differs and kind == "output" and here != there else ""
+            found.append((place, Comparison(kind, step, name, *sizes, tolerance, words)))
         yield found
 
 
@@ -224,7 +251,11 @@ def _no_bit(kind: str, step: int, name: str) -> float:
 def _first(values: list[tuple[Comparison, float]], by_rank: list[Passed], step: int, source: str) -> Located | None:
     """Return where the second run leaves the first in a step."""
     apart = [
-        [Apart(place, order, one.relative, one.tolerance) for order, (place, one) in enumerate(rank) if not one.held]
+        [
+            Apart(place, order, one.relative, one.tolerance, one.words)
+            for order, (place, one) in enumerate(rank)
+            if not one.held
+        ]
         for rank in by_rank
     ]
     if (located := locate(apart, {}, step, source)) is not None:
@@ -277,7 +308,9 @@ def verify_runs(
             located, places = located or Located("", "samples", step, None, math.nan, math.nan, places), {}
         elif step:
             found.append(Comparison("samples", step, "", 0.0, 0.0, 0.0))
-        values, by_rank = list(_values(one, two, step, allowed)), list(_passed(one, two, step, places, allowed))
+        values = list(_values(one, two, step, allowed))
+        differs = not all(value.held for value, _ in values)
+        by_rank = list(_passed(one, two, step, places, allowed, differs))
         if all(value.held for value, _ in values if value.kind == "parameters"):
             # Gradients that ranks sum in the optimizer's step
             values = [(value, factor) for value, factor in values if not value.words or "gradients" not in value.kind]

@@ -63,6 +63,8 @@ class Apart:
     relative: float
     """Size of all differences over that of the expected tensor."""
     tolerance: float
+    words: str = ""
+    """What else is wrong."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def locate(
         begins = place.side in ("input", "output gradient")  # what comes to the module is wrong before it does anything
         parent = place.module.rpartition(".")[0]
         size = f"{first.relative:.2g} of the scale" if math.isfinite(first.relative) else "not finite, or not zero"
+        size = first.words or size
         others = ", ".join(str(other) for other, _ in firsts[1:])
         more = f"; rank{'s' if len(firsts) > 2 else ''} {others} likewise" if others else ""
         if not begins:

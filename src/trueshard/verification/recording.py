@@ -91,9 +91,10 @@ class _Recording(Recorder):
     def _root(self, module: nn.Module) -> nn.Module | None:
         """Return the model that is looked for if ``module`` is a part of it or wraps it."""
         if self.model is not None:
-            inside = self.model in module.modules() or module in self.model.modules()
-            return unwrap(self.model) if inside else None
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+            if self.model not in module.modules() and module not in self.model.modules():
+                return None
+            module = self.model
+        elif not any(parameter.requires_grad for parameter in module.parameters()):
             return None
         while True:
             module, inner = unwrap(module), dict(unwrap(module).named_children())
