@@ -16,6 +16,7 @@ from benchmarks.table import Table
 
 NAMES = (
     "goes_wrong",
+    "silent",
     "peers_step",
     "peers_limits",
     "first_step",

@@ -7,6 +7,7 @@
 - ``trial`` holds the runs against each other, ``clean`` makes clean ones of the models of the tests.
 """
 
+from benchmarks import machine
 from benchmarks.table import Table, Tell
 
 
@@ -15,3 +16,9 @@ def run(tell: Tell, quick: bool = False) -> Table:
     from benchmarks.silent.trial import run as tried
 
     return tried(tell, quick)
+
+
+def in_place(table: Table) -> str:
+    """Return the part of docs/benchmarks.md that lies between the marks of this benchmark."""
+    _, _, rest = table.markdown().partition("\n\n")
+    return f"On {machine.describe()}:\n\n{rest}"

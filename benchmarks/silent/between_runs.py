@@ -90,9 +90,7 @@ def autocast(run: Run) -> None:
     run.train(model, sgd(model), loss)
 
 
-@PROGRAMS.add(
-    "huggingface/transformers#17877", "modules are initialised once for each parent", r"", "parameter", ranks=1
-)
+@PROGRAMS.add("huggingface/transformers#17877", "modules are initialised once for each parent", "", "start", ranks=1)
 def initialised(run: Run) -> None:
     model = Network()
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +134,7 @@ def dropout(run: Run) -> None:
     run.train(model, sgd(model), lambda: model(run.features().unsqueeze(0)).square().mean())
 
 
-@PROGRAMS.add("huggingface/transformers#34204", "a processor joins the images of all samples", "", "batch", ranks=1)
+@PROGRAMS.add("huggingface/transformers#34204", "a processor joins the images of all samples", "", "samples", ranks=1)
 def joined_samples(run: Run) -> None:
     model = Network()
 
@@ -148,7 +146,7 @@ def joined_samples(run: Run) -> None:
     run.train(model, adamw(model), loss)
 
 
-@PROGRAMS.add("huggingface/transformers#23723", "more tokens are made than max_new_tokens", "", "batch", ranks=1)
+@PROGRAMS.add("huggingface/transformers#23723", "more tokens are made than max_new_tokens", "", "samples", ranks=1)
 def too_many(run: Run) -> None:
     model = Network()
 

@@ -9,13 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.silent.frame import LENGTH, WIDTH, Programs, Run, adamw, sgd
-from benchmarks.silent.megatron import GATHER, across, joined
+from benchmarks.silent.megatron import ALONE, GATHER, across
 
 PROGRAMS = Programs()
-
-
-ALONE = joined, lambda run, gradient: run.mine(gradient, 1).contiguous()
-"""Backward takes this rank's part, and forgets what others have of it."""
 
 
 class Context(nn.Module):
@@ -48,7 +44,7 @@ def attend(run: Run, model: nn.Module, factor: float = 1.0) -> None:
     run.train(model, sgd(model), loss, lambda: run.average(model))
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#906", "the loss is scaled by the ranks of a sequence twice", "", "loss|gradient")
+@PROGRAMS.add("NVIDIA/Megatron-LM#906", "the loss is scaled by the ranks of a sequence twice", "", "gradient")
 def loss_scale(run: Run) -> None:
     attend(run, Context(run), run.ranks if run.bug else 1.0)
 

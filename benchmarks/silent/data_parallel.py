@@ -47,7 +47,7 @@ def unwrapped(run: Run) -> None:
     run.train(model, sgd(model), loss)
 
 
-@PROGRAMS.add("pytorch forum 84911", "names with a wrapper's prefix: the head is frozen, too", r"^head\b", "gradient")
+@PROGRAMS.add("pytorch forum 84911", "names with a wrapper's prefix: the head is frozen, too", r"^head\b", "start")
 def frozen(run: Run) -> None:
     model = Network()
     holder = nn.ModuleDict({"module": model})
@@ -56,7 +56,7 @@ def frozen(run: Run) -> None:
     run.train(model, sgd(model), mean_square(run, model), lambda: run.average(model))
 
 
-@PROGRAMS.add("open-mmlab/mmpretrain#702", "stages are thawed again by train()", r"^blocks\.0\b", "gradient")
+@PROGRAMS.add("open-mmlab/mmpretrain#702", "stages are thawed again by train()", r"^blocks\.0\b", "start")
 def thawed(run: Run) -> None:
     model = Network()
     model.blocks[0].requires_grad_(False)
@@ -89,7 +89,7 @@ def old_parameters(run: Run) -> None:
     run.train(model, optimizer, mean_square(run, model))
 
 
-@PROGRAMS.add("stackoverflow 67180955", "every rank draws the same augmentation", "", "batch")
+@PROGRAMS.add("stackoverflow 67180955", "every rank draws the same augmentation", "", "samples")
 def same_noise(run: Run) -> None:
     model = Network()
 
@@ -101,7 +101,9 @@ def same_noise(run: Run) -> None:
     run.train(model, sgd(model), loss, lambda: run.average(model))
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#7452", "a mean over valid tokens is taken on each rank, then over ranks", "", "loss")
+@PROGRAMS.add(
+    "NVIDIA/Megatron-LM#7452", "a mean over valid tokens is taken on each rank, then over ranks", "", "gradient"
+)
 def local_mean(run: Run) -> None:
     model = Network()
 
@@ -182,7 +184,7 @@ def stale(run: Run) -> None:
 
 
 @PROGRAMS.add(
-    "NVIDIA/Megatron-LM#656", "the distributed optimizer's buffer unties the head", r"^(embed|head)\b", "gradient"
+    "NVIDIA/Megatron-LM#656", "the distributed optimizer's buffer unties the head", r"^(embed|head)\b", "start"
 )
 def untied(run: Run) -> None:
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ class Program:
     where: str
     """Regular expression of what is at fault: names of a module or of parameters; "" for all parameters alike."""
     kind: str
-    """Where it shows first: "forward", "backward", "gradient", "optimizer", "parameter" or "batch"."""
+    """Where it shows first: "start", "samples", "forward", "backward", "gradient" or "optimizer"."""
     function: Callable[[Run], None]
     ranks: int = 2
     """Processes that the run with the bug has; the reference has one."""
@@ -90,7 +90,7 @@ class Run:
 
 def record(model: nn.Module, optimizer: Optimizer) -> None:
     """Let ``trueshard verify`` see the run: the two lines that a script needs."""
-    from trueshard.verification.recording import record
+    from trueshard.verification import record
 
     record(model, optimizer)
 

@@ -53,8 +53,15 @@ def scattered(run: Run, x: torch.Tensor) -> torch.Tensor:
     return run.mine(run.total(x), 1).contiguous()
 
 
+def own_part(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part in dim 1."""
+    return run.mine(x, 1).contiguous()
+
+
 COPY, SUM, GATHER, SCATTER = (kept, Run.total), (Run.total, kept), (joined, scattered), (scattered, joined)
 """Megatron's: what they do forward, and backward."""
+ALONE = joined, own_part
+"""Backward forgets what other ranks have of this rank's part."""
 
 
 def across(ways: tuple[Way, Way], x: torch.Tensor, run: Run) -> torch.Tensor:
@@ -196,7 +203,7 @@ def mask(run: Run) -> None:
     run.train(model, adamw(model), language_loss(run, model))
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#737", "label smoothing averages over a rank's part of the words", "", "loss")
+@PROGRAMS.add("NVIDIA/Megatron-LM#737", "label smoothing averages over a rank's part of the words", "^norm", "backward")
 def smoothing(run: Run) -> None:
     model = Language(run, sequence=False)
 
@@ -207,7 +214,9 @@ def smoothing(run: Run) -> None:
     run.train(model, adamw(model), loss)
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#7452", "gathered logits go through the loss for parts: log(ranks) more", "", "loss")
+@PROGRAMS.add(
+    "NVIDIA/Megatron-LM#7452", "gathered logits go through the loss for parts: log(ranks) more", "^norm", "backward"
+)
 def gathered_logits(run: Run) -> None:
     model = Language(run, sequence=False)
 
@@ -215,13 +224,13 @@ def gathered_logits(run: Run) -> None:
         tokens = run.tokens()
         logits = model(tokens)
         if run.bug:
-            logits = across(GATHER, logits.transpose(1, 2), run).transpose(1, 2)
+            logits = across(ALONE, logits.transpose(1, 2), run).transpose(1, 2)
         return cross_entropy(run, logits, tokens)
 
     run.train(model, adamw(model), loss)
 
 
-@PROGRAMS.add("deepspeedai/DeepSpeed#1801", "clipping leaves norms alone but on the first rank", r"norm\b", "optimizer")
+@PROGRAMS.add("deepspeedai/DeepSpeed#1801", "clipping leaves norms alone but on the first rank", r"norm\b", "gradient")
 def clipping(run: Run) -> None:
     model = Language(run)
 
@@ -293,6 +302,7 @@ class Eighth(nn.Module):
         self.run, self.group, self.linear = run, group, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.run.mine(x, 1)
         largest = x.detach().abs().amax()
         if self.group and self.run.ranks > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -310,6 +320,6 @@ def amax(run: Run) -> None:
 
     def loss() -> torch.Tensor:
         x = (run.features(2 * LENGTH) * torch.linspace(1, 3, 2 * LENGTH)[:, None]).unflatten(0, (2, LENGTH))
-        return model(run.mine(x, 1)).square().mean()
+        return model(x).square().mean()
 
     run.train(model, sgd(model), loss)
