@@ -3,7 +3,7 @@
 What is right at all:
 
 - ``goes_wrong``: what users report as gone wrong, tried under every peer and held against one process.
-- ``silent``: bugs that raise nothing, found and localised or not, and false alarms.
+- ``silent``, ``silent_clean``: bugs that raise nothing, found and localised or not; false alarms of clean runs.
 
 Beside every peer, in the same run and by turns (``benchmarks.peers``):
 

@@ -17,6 +17,7 @@ from benchmarks.table import Table
 NAMES = (
     "goes_wrong",
     "silent",
+    "silent_clean",
     "peers_step",
     "peers_limits",
     "first_step",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.silent import clean, trial
+from benchmarks import silent_clean as clean
+from benchmarks.silent import trial
 
 PROGRAMS = {program.name: (family, program) for family, program in trial.programs()}
 TRIED = ("final_norm", "stale", "attention", "converted", "dropout", "old_parameters")

@@ -4,7 +4,7 @@
 - ``data_parallel``, ``megatron``, ``context``, ``between_runs``: the programs, a file for each family.
 - Each runs by itself: ``torchrun --nproc-per-node 2 -m benchmarks.silent final_norm --bug``, and without ``--bug``. On
   one process, which is the reference: ``python -m benchmarks.silent final_norm``.
-- ``trial`` holds the runs against each other, ``clean`` makes clean ones of the models of the tests.
+- ``trial`` holds the runs against each other.
 """
 
 from benchmarks import machine

@@ -64,7 +64,7 @@ class Apart:
     """Size of all differences over that of the expected tensor."""
     tolerance: float
     words: str = ""
-    """What else is wrong."""
+    """Fault that is no matter of size."""
 
 
 @dataclass(frozen=True)
