@@ -49,7 +49,7 @@ def loss_scale(run: Run) -> None:
     attend(run, Context(run), run.ranks if run.bug else 1.0)
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#1464", "keys and values lack gradients of later parts", r"^(key|value)\b", "gradient")
+@PROGRAMS.add("NVIDIA/Megatron-LM#1464", "keys and values lack gradients of later parts", r"^(key|value)\b", "backward")
 def attention(run: Run) -> None:
     attend(run, Context(run, ALONE if run.bug else GATHER))
 

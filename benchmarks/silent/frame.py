@@ -31,7 +31,8 @@ class Program:
     where: str
     """Regular expression of what is at fault: names of a module or of parameters; "" for all parameters alike."""
     kind: str
-    """Where it shows first: "start", "samples", "forward", "backward", "gradient" or "optimizer"."""
+    """Where it shows first: "start", "samples", "forward", "loss", "backward", "gradient" or
+    "optimizer"."""
     function: Callable[[Run], None]
     ranks: int = 2
     """Processes that the run with the bug has; the reference has one."""

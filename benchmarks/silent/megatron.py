@@ -203,7 +203,7 @@ def mask(run: Run) -> None:
     run.train(model, adamw(model), language_loss(run, model))
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#737", "label smoothing averages over a rank's part of the words", "^norm", "backward")
+@PROGRAMS.add("NVIDIA/Megatron-LM#737", "label smoothing averages over a rank's part of the words", "", "loss")
 def smoothing(run: Run) -> None:
     model = Language(run, sequence=False)
 
@@ -214,9 +214,7 @@ def smoothing(run: Run) -> None:
     run.train(model, adamw(model), loss)
 
 
-@PROGRAMS.add(
-    "NVIDIA/Megatron-LM#7452", "gathered logits go through the loss for parts: log(ranks) more", "^norm", "backward"
-)
+@PROGRAMS.add("NVIDIA/Megatron-LM#7452", "gathered logits go through the loss for parts: log(ranks) more", "", "loss")
 def gathered_logits(run: Run) -> None:
     model = Language(run, sequence=False)
 
