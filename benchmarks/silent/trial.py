@@ -24,6 +24,7 @@ from benchmarks.table import Table, Tell
 
 FAMILIES = ("data_parallel", "megatron", "context", "between_runs")
 LIMIT, PATIENCE = 60.0, timedelta(seconds=20)
+ENDS, RAISES = "does not end", "raises an error"
 QUICK = ("final_norm", "stale", "dropout")
 """Programs of a quick run."""
 
@@ -100,7 +101,7 @@ class Compared:
         """Record a run; return what went wrong, or nothing."""
         ends = on_ranks_within(LIMIT, PATIENCE, _as_recorded, ranks, self._record, self._folder / name, shaken, options)
         wrong = [end for end in ends if isinstance(end, Unfinished)]
-        return ("does not end" if any(end.hung for end in wrong) else "raises an error") if wrong else ""
+        return (ENDS if any(end.hung for end in wrong) else RAISES) if wrong else ""
 
 
 def _as_recorded(record: Callable[..., None], folder: Path, shaken: bool, options: dict[str, Any]) -> None:
@@ -123,15 +124,17 @@ def cells_of(program: Program, found: Found) -> tuple[str, str, str]:
     named = re.findall(r"(?<=')[\w.]+(?=')|(?<=put of )[\w.]+|(?<=gradient of )[\w.]+", found.words)
     at = not program.where or any(re.search(program.where, name) for name in (found.module, *named) if name)
     is_right = at and program.kind == found.where.replace("clipped gradients", "gradient")
-    return "yes", "yes" if is_right else "no", found.words
+    return "yes", "yes" if is_right else "no", found.words.partition(" (allowed")[0]
 
 
 def note(rows: list[tuple[str, ...]]) -> str:
     """Return what the table says, in sentences."""
     found, localised, alarms = (sum(row[i] == "yes" for row in rows) for i in (2, 3, 5))
+    loud = sum(row[4] in (ENDS, RAISES) for row in rows)
     return (
         "Each bug is written anew as a small program, that runs with the bug and without, on 2 processes against one "
         "(or on one, against another version or setting of itself). It is found if `verify_runs` says that they "
         "differ, and localised if the module or parameter named first, and where it shows, is what is at fault. "
-        f"Of {len(rows)} bugs {found} are found and {localised} localised; without them, {alarms} false alarms."
+        f"Of {len(rows)} bugs {found} are found and {localised} localised; without them, {alarms} false alarms. "
+        f"{loud} of them does not show in numbers: it ends the run, or keeps it from ending."
     )
