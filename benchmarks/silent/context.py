@@ -54,7 +54,7 @@ def attention(run: Run) -> None:
     attend(run, Context(run, ALONE if run.bug else GATHER))
 
 
-@PROGRAMS.add("NVIDIA/Megatron-LM#673", "each part of a sequence counts its places from 0", r"^place\b", "forward")
+@PROGRAMS.add("no report known", "each part of a sequence counts its places from 0", r"^place\b", "forward")
 def positions(run: Run) -> None:
     attend(run, Context(run, positions=not run.bug))
 

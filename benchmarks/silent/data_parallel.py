@@ -56,12 +56,12 @@ def frozen(run: Run) -> None:
     run.train(model, sgd(model), mean_square(run, model), lambda: run.average(model))
 
 
-@PROGRAMS.add("open-mmlab/mmpretrain#702", "stages are thawed again by train()", r"^blocks\.0\b", "start")
+@PROGRAMS.add("open-mmlab/mmpretrain#702", "stages that were to be frozen are trained", r"^blocks\.0\b", "start")
 def thawed(run: Run) -> None:
     model = Network()
     model.blocks[0].requires_grad_(False)
     if run.bug:
-        model.train().requires_grad_()  # freezing was to be called again
+        model.requires_grad_()  # nothing calls what freezes
     run.train(model, adamw(model), mean_square(run, model), lambda: run.average(model))
 
 
@@ -168,7 +168,7 @@ class Sharded(torch.optim.Adam):
 
 
 @PROGRAMS.add(
-    "NVIDIA/Megatron-LM#663", "forward reads weights of the step before: their gather is late", r"^head\b", "optimizer"
+    "NVIDIA/Megatron-LM#950", "forward reads weights of the step before: their gather is late", r"^head\b", "optimizer"
 )
 def stale(run: Run) -> None:
     model = Network()

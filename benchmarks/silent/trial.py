@@ -124,7 +124,7 @@ def cells_of(program: Program, found: Found) -> tuple[str, str, str]:
     named = re.findall(r"(?<=')[\w.]+(?=')|(?<=put of )[\w.]+|(?<=gradient of )[\w.]+", found.words)
     at = not program.where or any(re.search(program.where, name) for name in (found.module, *named) if name)
     is_right = at and program.kind == found.where.replace("clipped gradients", "gradient")
-    return "yes", "yes" if is_right else "no", found.words.partition(" (allowed")[0]
+    return "yes", "yes" if is_right else "no", found.words.partition(" (allowed")[0].partition(";")[0]
 
 
 def note(rows: list[tuple[str, ...]]) -> str:
