@@ -29,6 +29,7 @@ PARSED = {
     "pip install ": "the tests of the package install it",
     "python -m benchmarks": "takes long, and is about this machine; `make bench`",
     "python -m pytest": "this is one",
+    "trueshard plan qwen3-32b": "takes half a minute of two cores; tests/test_planner_offers.py runs it",
     "python examples/ray_train": "Ray is in an environment of its own; `make ray`",
     "python tests/emulated_cuda": "compiles, and runs a program of yours; `make cuda`",
 }

@@ -281,7 +281,7 @@ def test_sliders_have_a_forecast_for_each_position(said: Said, folder: Path, mon
     assert shown["start"] == [0, 0, 0]
     for number, point in ((0, (2, 32, 1)), (3, (2, 64, 2)), (4, (4, 32, 1))):
         alone = json.loads(said("tiny", *FEW, *sizes(*point), "--json"))
-        assert alone["peak_live_bytes"] == shown["points"][number]["live"]
+        assert alone["peak_live_bytes"] == shown["points"][number]["peak_live_bytes"]
 
 
 def test_a_model_named_like_a_command_is_not_mistaken_for_it(refused: Said, folder: Path) -> None:

@@ -214,8 +214,9 @@ POINTS = {
     "axes": [{"name": "ranks", "values": [4, 8]}, {"name": "sequence", "values": [1024, 2048, 4096]}],
     "start": [1, 1],
     "points": [
-        *({"live": n << 30, "reserved": n << 30, "budget": 5 << 30, "fits": n < 5, "kinds": [["parameters", n << 30]],
-           "seconds": 1.0, "tokens": 100.0 * n, "mfu": 0.4, "waiting": 0.1} for n in range(1, 6)),
+        *({"peak_live_bytes": n << 30, "peak_reserved_bytes": n << 30, "budget_bytes": 5 << 30, "fits": n < 5,
+           "peak_by_kind": {"parameters": n << 30}, "step_seconds": 1.0, "tokens_per_second_per_rank": 100.0 * n,
+           "mfu": 0.4, "exposed_communication_seconds": 0.1} for n in range(1, 6)),
         {"problem": "ranks=8 is too many"},
     ],
 }  # fmt: skip

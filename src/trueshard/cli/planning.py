@@ -11,12 +11,13 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trueshard.cli import offers
 from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, spread, takes_options
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
@@ -59,7 +60,7 @@ def _arguments(
     *,
     model: Annotated[str, typer.Argument(help=_MODEL + _listed(), metavar="MODEL")] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
-    ranks: Annotated[int, typer.Option(help="Processes, one a device.", metavar="N", min=1)] = 8,
+    ranks: Annotated[Any, typer.Option(parser=offers.counts, help="Processes, one a device.", metavar="N")] = "8",
     ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
     link: Annotated[str | None, _word("Link inside a node: nvlink4, pcie5, …, or a rate of a device.", "WORD")] = None,
     network: Annotated[str | None, _word("Rate of a device between nodes, such as 400Gb.", "RATE")] = None,
@@ -113,14 +114,15 @@ def _arguments(
     return dict(locals())  # its parameters
 
 
-def _request(arguments: dict[str, Any]) -> Request:
-    """Return the request that ``_arguments`` make."""
+def _request(arguments: dict[str, Any], several: bool = False) -> Request:
+    """Return the request that ``_arguments`` make, of the first number of ranks, if there may be ``several``."""
     from trueshard.planner.planning import Request, read_plan
 
     if not arguments["model"]:
         raise UserError("plan needs a MODEL, such as llama-3-70b, a folder with a config.json, or file.py:factory")
     fields = {field.name for field in dataclasses.fields(Request)}
     values = {name: value for name, value in arguments.items() if name in fields} | arguments["options"]
+    values["ranks"] = arguments["ranks"][0] if several else offers.one(arguments["ranks"])
     if arguments["sequence_parallel"]:
         values["tensor"] = {"ranks": values["tensor"], "sequence": True}
     file = arguments["plan_file"]
@@ -144,7 +146,7 @@ Html = Annotated[Path | None, typer.Option(help="Write a page with memory and ti
 
 @_takes_request
 def plan(
-    request: Callable[[], Any],
+    request: Callable[..., Any],
     typed: typer.Context,
     model: str,
     of: Annotated[
@@ -168,6 +170,16 @@ def plan(
             "--sliders", help="With --html: the same plan at other ranks, lengths, microbatches.", show_default=False
         ),
     ] = False,
+    price: Annotated[str | None, _word("Money for an hour of a device, or a TOML file: a line each.", "MONEY")] = None,
+    tokens: Annotated[float | None, _word("Tokens of a whole run, such as 2e12, for what it costs.", "N")] = None,
+    samples: Annotated[float | None, _word("Samples of a whole run, likewise.", "N")] = None,
+    lora: Annotated[str | None, _word("Train a LoRA adapter of this rank, the model frozen.", "N")] = None,
+    method: Annotated[str | None, _word("full; or qlora: below the adapter 4 bits.", "WORD")] = None,
+    compare: Annotated[
+        str | None,
+        _word("Compare these devices (h100,h200) by what a run costs; also of --ranks, --lora, --method.", "NAMES"),
+    ] = None,
+    hours: Annotated[float | None, _word("With --compare: hours in which the run must end.", "N")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -190,11 +202,18 @@ def plan(
             raise UserError("--set changes a training configuration, and MODEL is none; give the option itself")
         is_folder = framework is not None and out is not None and out.suffix != ".json"
         check_writable(None if is_folder else out, html)
-        if framework is not None:
+        if compare is None and (hours is not None or "," in f"{lora}{method}"):
+            raise UserError("--hours, and several --lora or --method, go with --compare alone")
+        if compare is not None:
+            _refuse_others(typed, {*typed.params} - _ALONE, "--compare", "; leave it out")
+            offers.show(typed.params, request(several=True), html, _status(f"Comparing offers for {model}"))
+        elif framework is not None:
             _plan_for(typed, framework, of, request, out if is_folder else None)
         elif is_model:
-            study, points = _best(request(), sliders, curve=as_json or html is not None)
-            _show(study, out, html, as_json, points=points)
+            (job,) = offers.by_method(request(), lora, method).values()
+            run = offers.run_of(typed.params, [typed.params["hardware"]])
+            study, points = _best(job, sliders, curve=as_json or html is not None)
+            _show(run.billed(study, job.device()), out, html, as_json, points=points)
         else:
             _show(_study_of_training(typed, overrides or []), out, html, as_json)
 
@@ -373,7 +392,11 @@ def _starting() -> Iterator[None]:
 _OF_OTHERS = ("hardware", "ranks", "ranks_per_node", "sequence", "microbatch", "memory", "optimizer", "axes")
 """Options of `plan` that go with another framework's configuration, in the place of what it says."""
 _OF_TRAINING = ("model", "hardware", "ranks", "ranks_per_node", "overrides", "out", "html", "as_json")
-"""Parameters of `plan` that go with a training configuration."""
+"""Parameters of `plan` that go with a training configuration; so do ``_LENGTH``."""
+_LENGTH = ("price", "tokens", "samples")
+_OF_RUNS = {*_LENGTH, "lora", "method", "compare", "hours"}
+_ALONE = {"hardware", "plan_file", "pipeline", "axes", "sliders", "framework", "of", "overrides", "out"}
+"""Parameters of `plan` that do not go with --compare."""
 
 
 def _plan_for(typed: typer.Context, framework: str, of: str, request: Callable[[], Any], folder: Path | None) -> None:
@@ -384,12 +407,14 @@ def _plan_for(typed: typer.Context, framework: str, of: str, request: Callable[[
     if folder is not None:
         files.check_new(folder)
     if framework == "fsdp2":
+        _refuse_others(typed, {*params} - _OF_RUNS, "--for fsdp2", "; leave it out")
         study, _ = _best(fsdp2.settled(request()), sliders=False)
         texts, start = {"parallelize.py": fsdp2.module(study.plan)}, "as it says"
         _show(study, None, None, params["as_json"])
     else:
         _refuse_others(typed, (*_OF_OTHERS, "model", "of", "framework", "out", "html", "as_json"), f"--for {framework}")
-        instead = {name: params[name] for name in _OF_OTHERS if _is_typed(typed, name)}
+        single = params | {"ranks": offers.one(params["ranks"])}
+        instead = {name: single[name] for name in _OF_OTHERS if _is_typed(typed, name)}
         with _status(f"Building {of or params['model']} on fake tensors") as status:
             advice, texts, start = files.planned(framework, params["model"], of, status.update, instead)
         study = advice.best
@@ -407,7 +432,7 @@ def _is_typed(typed: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_others(typed: typer.Context, allowed: tuple[str, ...], what: str, hint: str = "") -> None:
+def _refuse_others(typed: typer.Context, allowed: Collection[str], what: str, hint: str = "") -> None:
     """Raise UserError for an option on the command line that is not among the parameters ``allowed``."""
     for parameter in typed.command.params:
         if parameter.name not in allowed and _is_typed(typed, parameter.name or ""):
@@ -416,6 +441,7 @@ def _refuse_others(typed: typer.Context, allowed: tuple[str, ...], what: str, hi
 
 def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
     """Return the study of a training configuration, with the options that go with it."""
+    from trueshard.planner.hardware import hardware
     from trueshard.train.parse import load_config
     from trueshard.train.run.forecast import plan as planned
 
@@ -425,10 +451,13 @@ def _study_of_training(typed: typer.Context, overrides: list[str]) -> Study:
             "--sliders plans a model alone at other ranks, lengths and microbatches; of a training configuration, plan "
             "each with --ranks and --set"
         )
-    _refuse_others(typed, _OF_TRAINING, "a training configuration", "; use --set")
+    _refuse_others(typed, (*_OF_TRAINING, *_LENGTH), "a training configuration", "; use --set")
     config = load_config(Path(params["model"]), overrides)
+    run = offers.run_of(params, [params["hardware"]])
+    ranks = offers.one(params["ranks"])
     with _status(f"Building the model of {params['model']} on fake tensors"):
-        return planned(config, params["hardware"], params["ranks"], params["ranks_per_node"])
+        study = planned(config, params["hardware"], ranks, params["ranks_per_node"])
+    return run.billed(study, hardware(params["hardware"]), config.train.steps)
 
 
 def _precision(param: str | None, reduce: str | None) -> Any:

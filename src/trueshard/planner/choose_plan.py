@@ -406,26 +406,12 @@ def grid(request: Request, study: Study, progress: Progress = lambda line: None)
         progress(f"Point {len(points) + 1} of {len(FACTORS) ** len(SLIDERS)} of the sliders")
         changed: dict[str, Any] = dict(zip(SLIDERS, point, strict=True))
         try:
-            points.append(_figures(study if point == start else solve(dataclasses.replace(fixed, **changed))))
+            found = study if point == start else solve(dataclasses.replace(fixed, **changed))
+            points.append(dataclasses.asdict(found.forecast))
         except ValueError as error:
             points.append({"problem": str(error)})
     return {
         "axes": [{"name": axis, "values": column} for axis, column in zip(SLIDERS, values, strict=True)],
         "start": [column.index(value) for column, value in zip(values, start, strict=True)],
         "points": points,
-    }
-
-
-def _figures(study: Study) -> dict[str, Any]:
-    forecast = study.forecast
-    return {
-        "live": forecast.peak_live_bytes,
-        "reserved": forecast.peak_reserved_bytes,
-        "budget": forecast.budget_bytes,
-        "fits": forecast.fits,
-        "kinds": list(forecast.peak_by_kind.items()),
-        "seconds": forecast.step_seconds,
-        "tokens": forecast.tokens_per_second_per_rank,
-        "mfu": forecast.mfu,
-        "waiting": forecast.exposed_communication_seconds,
     }

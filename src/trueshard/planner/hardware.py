@@ -33,7 +33,7 @@ def _has_float32(peaks: Mapping[str, float]) -> Mapping[str, float]:
 
 
 Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-"""Bytes or operations a second."""
+"""Bytes, operations or joules a second."""
 Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
 Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(_number), Field(ge=0)]
@@ -106,6 +106,8 @@ class Hardware:
     """Device's share of the node's main memory; None: not known, and no limit."""
     switched: Annotated[bool, Field(strict=True)] = True
     """False if a node's devices are joined in pairs, each by an equal part of its links, and not by a switch."""
+    watts: Rate | None = None
+    """Most that the device draws, by its data sheet; None: not known."""
 
     def link_rate(self, ranks: int) -> float:
         """Return the bytes a second that each of some ranks of a node receives from the others."""

@@ -12,6 +12,7 @@ from torch import nn
 from trueshard.axes import AXES, DATA, sizes_of
 from trueshard.errors import TrueShardError
 from trueshard.options import DEFAULTS, Options
+from trueshard.planner.price import Bill
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
 from trueshard.plans import Forecast, Plan
@@ -143,6 +144,8 @@ class Study:
     """(imbalance of experts, forecast of the plan at it), in order; none unless ranks share experts."""
     phases: tuple[StepPhase, ...] = ()
     """Phases of reinforcement learning, where the forecast is that of the update, or of a training run."""
+    bill: Bill | None = None
+    """Costs of a whole run, where its length is known."""
 
 
 class NotFaster(ValueError):

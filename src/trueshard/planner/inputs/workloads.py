@@ -65,7 +65,7 @@ def workload_of(
         sequence, batch = sequence or batch[1], None
     if sequence is not None and sequence < 1:
         raise ValueError(f"sequence={sequence} must be at least 1")
-    source = _source_of(model)
+    source = source_of(model)
     dtype = None if storage_dtype is None else getattr(torch, dtype_name("storage_dtype", storage_dtype))
     made = _Made(source, dtype)
     if isinstance(source, Configuration):
@@ -92,7 +92,8 @@ def workload_of(
     )
 
 
-def _source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) -> Source:
+def source_of(model: str | os.PathLike[str] | Callable[[], Any] | nn.Module) -> Source:
+    """Return what builds a model; raise ValueError for words that name none, TypeError for anything else."""
     if isinstance(model, nn.Module):
         return Original(model)
     if isinstance(model, (str, os.PathLike)):

@@ -24,7 +24,7 @@ from trueshard.planner.report.frame import framed
 from trueshard.planner.timeline import Span, Timeline
 from trueshard.planner.trace import Allocation, Communication, EventPlace, Kernel, Kind, Trace
 from trueshard.planner.workload import Study
-from trueshard.plans import Forecast, Plan
+from trueshard.plans import Plan
 
 STACK: tuple[Kind, ...] = (
     *("parameters", "optimizer", "inputs"),
@@ -54,6 +54,9 @@ def _data(study: Study) -> dict[str, Any]:
     peak = ledger.peak(study.trace)
     this, *others = summary.every_plan(study)
     figures = summary.figures(forecast)
+    if study.bill is not None:
+        run = f"for {study.bill.amount:,.0f} {forecast.counted}"
+        figures += [(name, 0.0, words, run) for name, words in study.bill.figures().items() if words]
     return {
         "headline": summary.headline(forecast),
         "counted": forecast.counted,
@@ -306,9 +309,12 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
     data = {
         "headline": f"{forecasts[0].model}: plans compared",
         "names": names,
-        "plans": list(map(_bars, forecasts)),
-        "figures": _figures(forecasts),
-        "settings": _settings([plan for _, plan in plans]),
+        "plans": [
+            {"where": summary.headline(one), "verdict": summary.verdict(one), **dataclasses.asdict(one)}
+            for one in forecasts
+        ],
+        "figures": list(map(summary.figures, forecasts)),
+        "settings": [_settings(plan) for _, plan in plans],
         "differences": differences,
     }
     title = f"{forecasts[0].model}: {' and '.join(names)}"
@@ -316,34 +322,8 @@ def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
     return framed(title, text, data, __package__, "compare.html", "compare.js")
 
 
-def _bars(forecast: Forecast) -> dict[str, Any]:
-    waiting = forecast.exposed_communication_seconds
-    rest = max(forecast.step_seconds - forecast.compute_seconds - waiting, 0.0)
-    return {
-        "where": summary.headline(forecast),
-        "verdict": summary.verdict(forecast),
-        "fits": forecast.fits,
-        "live": forecast.peak_live_bytes,
-        "kinds": [[kind, forecast.peak_by_kind.get(kind, 0)] for kind in STACK],
-        "seconds": forecast.step_seconds,
-        "parts": [["computing", forecast.compute_seconds], ["waiting", waiting], ["rest", rest]],
-    }
-
-
-def _figures(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
-    """Return rows of a table: a label, a cell of each plan, and by how much the last differs from the first."""
-    rows = []
-    for columns in zip(*map(summary.figures, forecasts), strict=True):
-        labels, values, words, _ = zip(*columns, strict=True)
-        change = f"{values[-1] / values[0] - 1:+.1%}" if values[0] else ""
-        rows.append({"label": labels[0], "cells": list(words), "change": change})
-    return rows
-
-
-def _settings(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return the settings that differ; the batch is among them."""
+def _settings(plan: Plan) -> dict[str, str]:
+    """Return a plan's settings in words; the batch is among them."""
     names = [field.name for field in dataclasses.fields(Plan) if field.name not in compare.NO_SETTINGS]
-    columns = [(name, [getattr(plan, name) for plan in plans]) for name in names]
-    columns += [(f"{name} (forecast)", [getattr(plan.forecast, name) for plan in plans]) for name in _OF_FORECAST]
-    rows = [{"label": label, "cells": list(map(str, values))} for label, values in columns]
-    return [row for row in rows if len(set(row["cells"])) > 1]
+    of_job = {f"{name} (forecast)": str(getattr(plan.forecast, name)) for name in _OF_FORECAST}
+    return {name: str(getattr(plan, name)) for name in names} | of_job

@@ -9,14 +9,14 @@ function gridPoint(at) {
 
 function showGrid(at) {
   const point = gridPoint(at);
-  const most = Math.max(...data.grid.points.map((each) => each.live || 0), ...data.grid.points.map((each) => each.reserved || 0), 1);
-  $("grid-bar").replaceChildren(...(point.kinds ?? []).filter(([, value]) => value > 0).map(([kind, value]) =>
+  const most = Math.max(...data.grid.points.map((each) => each.peak_live_bytes || 0), ...data.grid.points.map((each) => each.peak_reserved_bytes || 0), 1);
+  $("grid-bar").replaceChildren(...Object.entries(point.peak_by_kind ?? {}).filter(([, value]) => value > 0).map(([kind, value]) =>
     element("i", { style: `background:${kindColour(kind)};width:${(100 * value) / most}%` })));
   $("grid-say").textContent = point.problem
     ? `No forecast: ${point.problem}`
-    : `${bytes(point.live)} live, ${bytes(point.reserved)} reserved of ${bytes(point.budget)}: ${point.fits ? "fits" : "does not fit"}. `
-      + `${number(point.tokens)} ${data.counted} a second and rank; a step of ${duration(point.seconds)}, `
-      + `${number((100 * point.waiting) / (point.seconds || 1), 1)}% of it waiting for communication; MFU ${number(point.mfu * 100, 1)}%.`;
+    : `${bytes(point.peak_live_bytes)} live, ${bytes(point.peak_reserved_bytes)} reserved of ${bytes(point.budget_bytes)}: ${point.fits ? "fits" : "does not fit"}. `
+      + `${number(point.tokens_per_second_per_rank)} ${data.counted} a second and rank; a step of ${duration(point.step_seconds)}, `
+      + `${number((100 * point.exposed_communication_seconds) / (point.step_seconds || 1), 1)}% of it waiting for communication; MFU ${number(point.mfu * 100, 1)}%.`;
   $("grid-say").className = point.problem || !point.fits ? "unfit" : "";
 }
 
@@ -37,7 +37,7 @@ function sliders() {
     });
     $("sliders").append(element("label", { class: "slider" }, element("span", {}, axis.name), input, said));
   });
-  const used = KINDS.filter((kind) => data.grid.points.some((point) => (point.kinds ?? []).some(([name, value]) => name === kind && value)));
+  const used = KINDS.filter((kind) => data.grid.points.some((point) => Object.entries(point.peak_by_kind ?? {}).some(([name, value]) => name === kind && value)));
   $("grid-legend").append(element("div", {}, ...used.map((kind) => element("span", {}, swatch(kindColour(kind)), kind))));
   showGrid(at);
 }

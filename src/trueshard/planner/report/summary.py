@@ -37,6 +37,7 @@ def text(study: Study) -> str:
         _phases(study),
         _communication(forecast),
         _time(study),
+        _bill(study),
         listed("Why", (*study.reasons, *_unit_reasons(study))),
         listed("If a process is lost", study.failures),
         _alternatives(study),
@@ -60,6 +61,7 @@ def as_json(study: Study) -> dict[str, Any]:
             {**dataclasses.asdict(unit), **dataclasses.asdict(uses.get(unit.name, _NOTHING))}
             for unit in study.plan.units
         ],
+        **({"bill": dataclasses.asdict(study.bill)} if study.bill else {}),
         **({"phases": [dataclasses.asdict(phase) for phase in study.phases]} if study.phases else {}),
         **({"imbalances": imbalance_rows(study)} if study.imbalances else {}),
         "plan": json.loads(study.plan.to_json()),
@@ -186,7 +188,7 @@ def listed(title: str, sentences: Sequence[str]) -> list[str]:
     return [title, *lines] if lines else []
 
 
-def _indented(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+def indented(rows: Sequence[tuple[str, ...]], right: Sequence[int]) -> list[str]:
     """Return an indented table without a head; a last cell that is too long goes on below itself."""
     room = WIDTH - 2 - sum(2 + max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1))
     wrapped = []
@@ -327,7 +329,7 @@ def _memory(forecast: Forecast) -> list[str]:
     ]
     if forecast.host_bytes:
         rows.append(("on the host", size(forecast.host_bytes), "", host_verdict(forecast)))
-    return ["Memory of a rank", *_indented(rows, right=(1, 2))]
+    return ["Memory of a rank", *indented(rows, right=(1, 2))]
 
 
 def imbalance_rows(study: Study) -> list[dict[str, Any]]:
@@ -367,7 +369,7 @@ def _phases(study: Study) -> list[str]:
     if not study.phases:
         return []
     every = phase_rows(study)
-    starts = _indented([(*list(row.values())[:4], "") for row in every], right=(2, 3))
+    starts = indented([(*list(row.values())[:4], "") for row in every], right=(2, 3))
     lines = [
         textwrap.fill(row["needs"] or " ", WIDTH, initial_indent=f"{start.rstrip()}  ", subsequent_indent=" " * 8)
         for start, row in zip(starts, every, strict=True)
@@ -383,13 +385,13 @@ def phases_title(study: Study) -> str:
 def _communication(forecast: Forecast) -> list[str]:
     rows = [(op.replace("_", "-"), size(count)) for op, count in forecast.received_by_collective.items()]
     rows.append(("together", size(forecast.bytes_received_per_step)))
-    lines = ["Received by a rank in a step", *_indented(rows, right=(1,))]
+    lines = ["Received by a rank in a step", *indented(rows, right=(1,))]
     received, exposed = forecast.received_by_axis, forecast.exposed_by_axis
     axes = dict.fromkeys([*received, *exposed])
     if set(axes) <= {"shard"}:
         return lines
     by_axis = [(axis, size(received.get(axis, 0)), duration(exposed.get(axis, 0.0)), "waited for") for axis in axes]
-    return [*lines, "", "By axis of the mesh", *_indented(by_axis, right=(1, 2))]
+    return [*lines, "", "By axis of the mesh", *indented(by_axis, right=(1, 2))]
 
 
 def _time(study: Study) -> list[str]:
@@ -407,7 +409,14 @@ def _time(study: Study) -> list[str]:
         (f"{forecast.counted}/s", f"{forecast.tokens_per_second_per_rank:,.0f}", "a rank"),
         ("MFU", f"{forecast.mfu:.1%}", MFU),
     ]
-    return ["Time of a step", *_indented(rows, right=(1,))]
+    return ["Time of a step", *indented(rows, right=(1,))]
+
+
+def _bill(study: Study) -> list[str]:
+    if study.bill is None:
+        return []
+    rows = [(name, words, "") for name, words in study.bill.figures().items() if words]
+    return [f"A run of {study.bill.amount:,.0f} {study.forecast.counted}", *indented(rows, (1,))]
 
 
 def time_parts(study: Study) -> list[tuple[str, float, str]]:

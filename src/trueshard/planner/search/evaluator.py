@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trueshard.model import names, policies
-from trueshard.options import DEFAULTS, SHARDED, Offload, Recompute
+from trueshard.options import DEFAULTS, SHARDED, Offload, Options, Recompute
 from trueshard.planner.forecasting import MICROBATCHES, Cluster
 from trueshard.planner.hardware import Mode
 from trueshard.planner.inputs.batches import quietly
@@ -26,6 +26,7 @@ from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space,
 from trueshard.planner.simulation.extension import KEPT
 from trueshard.planner.simulation.repeats import find_runs, runs_in
 from trueshard.planner.simulation.simulate import Short, Simulation, Simulator
+from trueshard.planner.trace import Trace
 from trueshard.planner.workload import Job, Study, Workload
 from trueshard.plans import Forecast, Plan, Unit
 
@@ -54,6 +55,7 @@ class Simulations:
     def __init__(self, workload: Workload, workers: int | None, check: Callable[[], Any] = lambda: None) -> None:
         self.simulator = Simulator(workload, self._run_all)
         functions: dict[str, Callable[..., Any]] = {"run": self._run, "probe": self._probe, "check": check}
+        self._resolved: dict[str, Plan] = {}
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
     @contextlib.contextmanager
@@ -69,9 +71,16 @@ class Simulations:
         """Task that starts when it is first asked for: after the first simulations, or for its result."""
         return self.workers.start("check")
 
-    def probe(self, short: Short, cluster: Cluster, mode: Mode) -> Task:
-        """Start to measure what the units of a short model cost."""
-        return self.workers.start("probe", _sendable(short), cluster, mode)
+    def resolve(self, options: Options, mesh: tuple[int, ...]) -> Plan:
+        """Return what options mean on a mesh, with its units: found out once, whatever the devices."""
+        key = repr((options, mesh))
+        if key not in self._resolved:
+            self._resolved[key] = self.simulator.resolve(options, mesh)
+        return self._resolved[key]
+
+    def probe(self, short: Short) -> Task:
+        """Start a step of a short model, whose trace tells what units cost."""
+        return self.workers.start("probe", _sendable(short))
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
         made = [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
@@ -81,13 +90,12 @@ class Simulations:
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
 
-    def _probe(self, short: Short, cluster: Cluster, mode: Mode) -> Costs:
+    def _probe(self, short: Short) -> Trace:
         short = self._with_workload(short)
         try:
-            trace = self.simulator.probe(short)
+            return self.simulator.probe(short)
         except Exception:  # an optimizer may not like gradients that are not of a backward
-            trace = self.simulator.run(short).steady
-        return measured(trace, cluster, mode)
+            return self.simulator.run(short).steady
 
     def _with_workload(self, short: Short) -> Short:
         sequence: Any = short.job.workload
@@ -114,6 +122,12 @@ class Expected:
     excess: float
     """Reserved bytes over the budget; negative if it fits."""
     is_exact: bool
+
+    @classmethod
+    def of(cls, forecast: Forecast) -> Expected:
+        """Return the figures of a study."""
+        reserved = forecast.peak_reserved_bytes
+        return cls(cost(forecast), reserved, max(reserved - forecast.budget_bytes, forecast.host_lack), True)
 
     @property
     def may_fit(self) -> bool:
@@ -157,7 +171,9 @@ class Evaluator:
         """``_simulated_units`` of what was studied: others with the same share its simulations."""
         self._mode: Mode = "compile" if space.choices.compile else "eager"
         self._probes: dict[tuple[int, Recompute], Task] = {}
-        """Measurements by microbatch and way of recomputation: empty until ``start_probes``."""
+        """Probes by microbatch and way of recomputation: empty until ``start_probes``."""
+        self._probed: Cluster
+        """Cluster of the probes; costs are measured on this space's devices."""
         self.replicas: list[int] = []
         """Numbers of replicas that the options allow."""
         refused: list[ValueError] = []
@@ -181,7 +197,7 @@ class Evaluator:
         plans: dict[bool, Plan] = {}
         for word in ("default", "always") if self.space.choices.reshard_after_forward == "auto" else ("default",):
             options = self.space.settled(reshard_after_forward=word, activation_checkpointing="none")
-            plan = self.simulations.simulator.resolve(options, mesh)
+            plan = self.simulations.resolve(options, mesh)
             if not plans or [unit.name for unit in plan.units] != [unit.name for unit in plans[False].units]:
                 plans[bool(plans)] = plan
         return plans
@@ -257,12 +273,18 @@ class Evaluator:
 
     # Prediction
 
-    def start_probes(self) -> None:
-        """Start all measurements, to go on side by side."""
+    def start_probes(self, other: Evaluator | None = None) -> None:
+        """Start all measurements, to go on side by side, or take those of ``other``, of the same simulations.
+
+        A probe's trace depends on the ranks by its shards alone, which are scaled, and not on the device.
+        """
+        if other is not None and other is not self:
+            self._probes, self._probed = other._probes, dataclasses.replace(other._probed, hardware=self.space.hardware)
+            return
         sizes = sorted({microbatch for microbatch, _ in self.space.batches()})
         setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
         used = {again for candidate in self.candidates(setting, False) for _, again, _ in candidate.values}
-        cluster = self.space.cluster(self.replicas[0])
+        cluster = self._probed = self.space.cluster(self.replicas[0])
         base = list(self.bases(self.replicas[0]).values())[-1]
         for recompute in (word for word in RECOMPUTE if word in used):
             again = self.space.settled(activation_checkpointing=recompute).activation_checkpointing
@@ -274,14 +296,15 @@ class Evaluator:
             for size in dict.fromkeys((sizes[0], sizes[-1])):
                 job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
                 short = Short(job, plan, runs, [PROBED] * len(runs))
-                self._probes[size, recompute] = self.simulations.probe(short, cluster, self._mode)
+                self._probes[size, recompute] = self.simulations.probe(short)
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
         if not self._probes:  # predicted outside of a search
             self.start_probes()
         sizes = sorted({size for size, word in self._probes if word == recompute})
-        few, many = (self._probes[size, recompute]() for size in (sizes[0], sizes[-1]))
+        traces = (self._probes[size, recompute]() for size in (sizes[0], sizes[-1]))
+        few, many = (measured(trace, self._probed, self._mode) for trace in traces)
         share = (microbatch - sizes[0]) / max(1, sizes[-1] - sizes[0])
         costs: Costs = few.at(many, share) if share else few
         return costs
@@ -341,9 +364,7 @@ class Evaluator:
         """Return a candidate's figures: studied, or predicted and corrected by what studies of its setting told."""
         setting = candidate.setting
         if (forecast := self.forecasts.get(candidate)) is not None:
-            reserved = forecast.peak_reserved_bytes
-            lack = max(reserved - forecast.budget_bytes, forecast.host_lack)
-            return Expected(cost(forecast), reserved, lack, True)
+            return Expected.of(forecast)
         seconds, live = self.predicted(candidate)
         studied = [other for other in self.forecasts if other.setting == setting]
         studied = studied or [other for other in self.forecasts if other.setting.offload == setting.offload][-1:]

@@ -189,7 +189,7 @@ def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
     if config.model.attention in ANYWHERE:
         kernels.attend(model, config.model.attention)
     if config.model.quantize != "none":
-        _quantise(model, config.model.quantize, config.adapter, checking)
+        quantise(model, config.model.quantize, config.adapter, checking)
     if config.adapter is not None:
         model = adapters.add_adapter(model, config.adapter, None if config.images else "CAUSAL_LM", checking)
     if config.train.exact and torch.cuda.is_available():  # whose kernels have to be deterministic
@@ -199,7 +199,7 @@ def _changed(config: Config, model: Any, checking: bool = False) -> nn.Module:
     return model
 
 
-def _quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, checking: bool) -> None:
+def quantise(base: Any, kind: Quantization, adapter: AdapterSection | None, checking: bool = False) -> None:
     """Quantise the linear layers of ``base``, except its head and modules that are trained whole."""
     if adapter is not None and adapters.needs_values(adapter):
         raise UserError(

@@ -29,19 +29,23 @@ from trueshard.planner import hardware as catalogue
 from trueshard.planner import ledger, process
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.imbalance import with_imbalances
-from trueshard.planner.inputs.batches import model_loss
+from trueshard.planner.inputs import workloads
+from trueshard.planner.inputs.batches import hub_feed, model_loss
+from trueshard.planner.inputs.factories import Configuration
 from trueshard.planner.planning import Request
 from trueshard.planner.report import summary
 from trueshard.planner.timeline import schedule
 from trueshard.planner.workload import StepPhase, Study
-from trueshard.plans import Plan
+from trueshard.plans import Plan, dtype_name
 from trueshard.text import size
 from trueshard.train.config import Config
 from trueshard.train.data.batches import Batch
 from trueshard.train.data.formats import FORMATS
 from trueshard.train.losses import loss_of
 from trueshard.train.models import kernels, vocabulary
-from trueshard.train.models.build import architecture, empty, quiet_transformers
+from trueshard.train.models.adapters import add_adapter
+from trueshard.train.models.build import architecture, empty, quantise, quiet_transformers
+from trueshard.train.models.config import AdapterSection
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import to_toml
 from trueshard.train.rl import forecast as rl_forecast
@@ -297,6 +301,37 @@ def dry_run(config: Config, nproc: int | None = None, *, hardware: str | None = 
         text = f"{samples:,} samples of {length} tokens; {steps:,} steps are {epochs:.3g} epochs\n{text}"
     comments = "\n".join(f"# {line}".rstrip() for line in text.splitlines())
     return f"{to_toml(config)}\n{comments}"
+
+
+def with_adapter(request: Request, rank: int, quantize: Any) -> Request:
+    """Return a request for the same model, frozen, with a LoRA adapter of float32 on all linear layers.
+
+    The model is stored in bfloat16, or as the request says, and quantised as by ``model.quantize``. Raises ValueError
+    where a function makes it.
+    """
+    source = workloads.source_of(request.model)
+    if not isinstance(source, Configuration):
+        raise ValueError(f"lora: {request.model} makes its model itself; let it add the adapter, and leave out lora")
+    dtype = getattr(torch, dtype_name("storage_dtype", request.storage_dtype or "bfloat16"))
+    adapter = AdapterSection(rank=rank)
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            base = source.cls._from_config(source.settings, dtype=dtype)
+            if quantize != "none":
+                quantise(base, quantize, adapter)
+            return add_adapter(base, adapter, None)
+
+    model.__name__ = source.name
+    feed = hub_feed(source.cls, source.settings, request.sequence)  # else the model is built to see what it is fed with
+    return dataclasses.replace(
+        request,
+        model=model,
+        batch=feed.batch if request.batch is None else request.batch,
+        sequence=feed.sequence,
+        storage_dtype=None,
+        mixed_precision="bf16" if request.mixed_precision == "auto" else request.mixed_precision,
+    )
 
 
 def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None = None) -> Study:

@@ -1,0 +1,143 @@
+"""Compare offers (a device, how many, a method of training) by what a whole run costs on each.
+
+- Every offer is predicted as a search predicts its plans, from probes that all offers of a method share.
+- Offers that may be the cheapest are studied exactly, as ``solve`` alone would, until the cheapest one was, and one
+  more. How wrong predictions were there tells how far to trust the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trueshard.planner.choose_plan import Progress, shared_simulations, solve, space_of
+from trueshard.planner.planning import Request
+from trueshard.planner.price import Bill, Run
+from trueshard.planner.search.evaluator import Evaluator, Expected
+from trueshard.planner.search.explain import frugal
+from trueshard.planner.search.search import DOUBT, checked, proposals
+from trueshard.planner.workload import NothingFits
+
+STUDIED = 2
+"""Offers that are studied exactly, at least."""
+
+UNSURE = 0.1
+"""Part of the budget up to which an offer that is predicted to lack memory is studied if it would be the cheapest: what
+the allocator reserves above live bytes is a guess."""
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """Devices and a method, and what they do."""
+
+    method: str
+    request: Request
+    """The model by that method, on that many of that device."""
+    search: Evaluator
+    expected: Expected
+    """Speed and memory of the best plan, or of the most frugal one where none fits."""
+    bill: Bill
+    predicted: Expected | None = None
+    """What was expected before it was studied; None if it was not."""
+
+    @property
+    def name(self) -> str:
+        """Return devices and method in words."""
+        return f"{self.request.ranks:,} × {self.request.hardware}"
+
+    @property
+    def cost(self) -> float:
+        """Money, or hours of all devices where there are no prices."""
+        return self.bill.money or self.bill.device_hours
+
+    @property
+    def lack(self) -> float:
+        """Bytes of a rank by which nothing fits; 0 if something does."""
+        return 0.0 if self.expected.may_fit else self.expected.excess
+
+    def serves(self, hours: float, doubt: float = 0.0, unsure: float = 0.0) -> bool:
+        """Return whether it fits, and its run ends within ``hours``; with doubts, whether it may."""
+        return self.lack <= unsure * self.expected.reserved and self.bill.hours * (1 - doubt) <= hours
+
+
+def compare(
+    requests: Mapping[str, Request],
+    offers: Sequence[tuple[str, int]],
+    run: Run,
+    progress: Progress,
+    hours: float = math.inf,
+    workers: int | None = None,
+) -> tuple[list[Offer], list[str]]:
+    """Return what every offer does by every method, as ``ordered``, and for those that are refused a sentence each.
+
+    The first, if it fits and ends within ``hours``, was studied. Nothing is offloaded unless a request says so.
+
+    Args:
+        requests: by the name of their method; they differ in the model.
+        offers: (device, number of them).
+        run: its length and prices.
+        progress: gets a line for each step of the work; ``workers``: as of ``solve``.
+        hours: time in which the run must end.
+    """
+    searches: list[tuple[str, Request, Evaluator]] = []
+    refused: list[str] = []
+
+    def offer(method: str, request: Request, search: Evaluator, expected: Expected) -> Offer:
+        space = search.space
+        bill = run.bill(1 / expected.cost, space.ranks, space.workload.sequence, space.hardware)
+        return Offer(method, request, search, expected, bill)
+
+    with contextlib.ExitStack() as stack:
+        for method, request in requests.items():
+            progress(f"Building the model ({method}) on fake tensors")
+            request = replace(request, offload=request.offload or "none")
+            several = [replace(request, hardware=device, ranks=ranks) for device, ranks in offers]
+            shared = stack.enter_context(shared_simulations(several[0], workers))
+            first: Evaluator | None = None
+            for each in several:
+                try:
+                    search = Evaluator(space_of(each, shared)[0], simulations=shared)
+                except ValueError as error:
+                    refused.append(f"{method} on {each.ranks:,} × {each.hardware} is refused: {error}.")
+                    continue
+                first = first or search
+                search.start_probes(first)
+                searches.append((method, each, search))
+        progress(f"Predicting {len(searches)} offers")
+        found = [offer(*each, _prediction(each[-1])) for each in searches]
+        while (best := next_study(found, hours)) is not None:
+            progress(f"Studying {best.method} on {best.name}")
+            studied = offer(best.method, best.request, best.search, _study(best, workers))
+            found[found.index(best)] = replace(studied, predicted=best.expected)
+    return ordered(found, hours), refused
+
+
+def ordered(offers: Iterable[Offer], hours: float) -> list[Offer]:
+    """Return first the offers that serve, then those that are too late, each the cheapest first, then the others."""
+    return sorted(offers, key=lambda offer: (not offer.serves(hours), offer.lack, offer.cost))
+
+
+def _prediction(search: Evaluator) -> Expected:
+    offload = search.space.offloads[0]
+    return search.expected(min(proposals(search, offload) or [frugal(search, offload)], key=search.order))
+
+
+def _study(offer: Offer, workers: int | None) -> Expected:
+    """Return what the plan does that ``solve`` finds."""
+    shared = offer.search.simulations
+    try:
+        study = checked(shared, lambda: solve(offer.request, workers=workers, shared=shared, faster_than=0.0))
+    except NothingFits as error:
+        study = error.study
+    return Expected.of(study.forecast)
+
+
+def next_study(offers: Sequence[Offer], hours: float) -> Offer | None:
+    """Return the offer to be studied next: one that may be cheaper than all that were, or one more."""
+    studied = [offer for offer in offers if offer.predicted is not None]
+    best = min((offer.cost for offer in studied if offer.serves(hours)), default=math.inf)
+    left = [offer for offer in offers if offer.predicted is None and offer.serves(hours, DOUBT, UNSURE)]
+    offer = min(left, key=lambda offer: offer.cost, default=None)
+    return offer if offer is not None and (offer.cost < best or len(studied) < STUDIED) else None

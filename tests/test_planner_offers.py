@@ -1,0 +1,165 @@
+"""What a whole run costs, and which devices are the cheapest for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+import studies
+from messages import lacking
+from trueshard.cli import main
+from trueshard.planner.choose_plan import solve
+from trueshard.planner.hardware import hardware, known
+from trueshard.planner.offers import Offer, compare, next_study, ordered
+from trueshard.planner.planning import Request
+from trueshard.planner.price import Bill, Run
+from trueshard.planner.report import offers as report
+from trueshard.planner.report.summary import as_json, text
+from trueshard.planner.search.evaluator import Evaluator, Expected
+from trueshard.planner.workload import StepPhase
+
+QWEN = ["plan", "qwen3-32b", "--sequence", "32768", "--compare", "h100,h200,b200,a100", "--ranks", "8,16,32,64"]
+
+
+def prices(folder: Path, **table: float) -> str:
+    file = folder / "prices.toml"
+    file.write_text("".join(f"{name} = {money}\n" for name, money in table.items()))
+    return str(file)
+
+
+def test_hours_money_and_energy_are_exact(tmp_path: Path) -> None:
+    device = hardware("h200")
+    run = Run(tokens=3.6e9, prices=prices(tmp_path, h100=2, h200=3.5))
+    bill = run.bill(rate=1000, ranks=8, sequence=4096, device=device)
+    assert dataclasses.astuple(bill) == (3.6e9, 125, 1000, 3500, 700)
+    assert bill.figures() == {"hours": "125.0", "GPU hours": "1,000.0", "money": "3,500.0", "kWh": "700.0"}
+    by_samples = Run(samples=3.6e9 / 4096, prices="3.5").bill(1000, 8, 4096, device)
+    assert dataclasses.astuple(by_samples) == dataclasses.astuple(bill)
+    nothing_known = Run(tokens=3.6e9).bill(1000, 8, 4096, hardware("cpu"))
+    assert (nothing_known.hours, nothing_known.money, nothing_known.kilowatt_hours) == (125, None, None)
+
+
+def test_watts_are_those_of_the_title() -> None:
+    for name in known():
+        device = hardware(name)
+        assert device.watts is None if name == "cpu" else f"{device.watts:,.0f} W)" in device.title
+
+
+def test_a_study_has_the_costs_of_its_steps_and_of_what_comes_beside_them() -> None:
+    study, device = studies.study(), hardware("h100")
+    step, ranks = study.forecast.step_seconds, study.forecast.ranks
+    billed = Run(prices="2.49").billed(study, device, steps=1000)
+    assert billed.bill is not None
+    assert billed.bill.hours == pytest.approx(1000 * step / 3600)
+    assert billed.bill.money == pytest.approx(2.49 * billed.bill.device_hours)
+    assert billed.bill.device_hours == pytest.approx(ranks * billed.bill.hours)
+    assert as_json(billed)["bill"] == dataclasses.asdict(billed.bill)
+    assert lacking(text(billed), "A run of", "GPU hours", billed.bill.figures()["money"]) == []
+    save = StepPhase("saving", 1, 50 * step, {}, every=100)
+    phases = (StepPhase("step", 1, step, {}), save)
+    longer = Run().billed(dataclasses.replace(study, phases=phases), device, steps=1000).bill
+    assert longer is not None
+    assert longer.hours == pytest.approx(1.5 * billed.bill.hours)
+    assert Run().billed(study, device) is study
+    with pytest.raises(ValueError, match="not known"):
+        Run(tokens=1e9).billed(dataclasses.replace(study, phases=(StepPhase("generate", 1, None, {}),)), device)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compare", "h100,b200", "--price", "prices.toml"], ["prices.toml", "no price of b200"]),
+        (["--compare", "h100,h3000"], ["h3000", "not known", "h200", "a100"]),
+        (["--price", "cheap"], ["cheap", "2.49"]),
+        (["--ranks", "8,16"], ["--ranks", "--compare"]),
+        (["--ranks", "8,0", "--compare", "h100"], ["8,0", "whole number"]),
+        (["--hours", "2"], ["--hours", "--compare"]),
+        (["--compare", "h100", "--axes"], ["--axes", "--compare"]),
+        (["--compare", "h100", "--method", "qlora"], ["qlora", "--lora 16"]),
+        (["--method", "half"], ["half", "full", "qlora"]),
+        (["--tokens", "1e9", "--samples", "8", "--price", "1"], ["tokens", "samples"]),
+    ],
+)
+def test_what_cannot_be_compared_is_a_line(
+    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prices(tmp_path, h100=2.49)
+    assert main(["plan", "gpt2", *options]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("trueshard: ")
+    assert lacking(last, *words) == []
+
+
+def offer(hours: float, money: float, lack: float = 0.0, is_studied: bool = False) -> Offer:
+    expected, search = Expected(1.0, 100.0, lack or -1.0, is_studied), cast(Evaluator, None)
+    bill = Bill(1.0, hours, 1.0, money, None)
+    return Offer("full", Request(model=nn.Module), search, expected, bill, expected if is_studied else None)
+
+
+def test_the_cheapest_within_the_hours_comes_first() -> None:
+    slow, dear, large, cheap = offer(100, 1), offer(10, 3), offer(10, 0.5, lack=float(1 << 40)), offer(20, 2)
+    every = [large, dear, slow, cheap]
+    assert ordered(every, 50) == [cheap, dear, slow, large]
+    assert ordered(every, math.inf)[0] is slow
+    late, too_large = report.as_json("", ordered(every, 50), [], 50)["offers"][2:]
+    assert late["cells"][-1].startswith("too late: ")
+    assert too_large["cells"][-1].startswith("lacks 1.0 TiB: ")
+    assert report.as_json("", ordered(every, 1), [], 1)["notes"][0] == "Nothing fits and ends within 1 hours."
+    assert [next_study(every, hours) for hours in (50, math.inf, 1)] == [cheap, slow, None]
+    studied = [offer(20, 2, is_studied=True), offer(30, 2, is_studied=True)]
+    assert next_study([dear, *studied], 50) is None
+    assert next_study([slow, *studied], math.inf) is slow
+
+
+@pytest.mark.rest
+def test_an_exact_offer_is_what_plan_alone_says_and_predictions_are_near() -> None:
+    request = Request(model="gpt2", sequence=1024, microbatch=8)
+    offers, _ = compare({"full": request}, [("h100", 8), ("l40s", 8)], Run(), lambda line: None, workers=0)
+    assert len(offers) == 2
+    for each in offers:
+        alone = solve(each.request).forecast
+        assert each.expected.reserved == alone.peak_reserved_bytes
+        assert each.expected.cost == pytest.approx(1 / alone.tokens_per_second_per_rank)
+        assert each.expected.is_exact
+        assert each.predicted is not None
+        assert each.predicted.cost == pytest.approx(each.expected.cost, rel=0.1)
+        assert each.predicted.reserved == pytest.approx(each.expected.reserved, rel=0.2)
+
+
+@pytest.mark.rest
+def test_what_is_refused_says_why_and_what_does_not_fit_by_how_much(tmp_path: Path, capsys: Any) -> None:
+    command = ["plan", "llama-3-70b", "--compare", "h100", "--ranks", "8,12", "--tensor", "8", "--sequence", "4096"]
+    assert main([*command, "--json", "--html", str(tmp_path / "page.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (large,) = found["offers"]
+    assert not large["serves"]
+    assert not large["is_exact"]
+    assert large["lacking_bytes"] > 50 << 30
+    assert "lacks" in large["cells"][-1]
+    assert "full on 12 × h100 is refused: ranks=12 is not a whole number of nodes of 8 ranks." in found["notes"]
+    assert found["notes"][0] == "Nothing fits."
+    assert "12 × h100" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.rest
+def test_which_devices_and_how_many_is_one_command(tmp_path: Path, capsys: Any) -> None:
+    options = ["--price", prices(tmp_path, h100=2.5, h200=3.2, b200=4.5, a100=1.5), "--lora", "16,none", "--json"]
+    assert main([*QWEN, *options, "--method", "full,qlora", "--tokens", "1e9"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    offers = found["offers"]
+    assert len(offers) == 3 * 4 * 4
+    assert {each["method"] for each in offers} == {"full", "lora 16", "qlora 16"}
+    assert offers[0]["serves"]
+    assert offers[0]["is_exact"]
+    money = [each["bill"]["money"] for each in offers if each["serves"]]
+    assert money == sorted(money)
+    lack = {each["ranks"]: each["lacking_bytes"] for each in offers if each["cells"][1:3] == ["8 × h100", "full"]}
+    assert lack[8] > 20 << 30
+    assert lacking(found["notes"][1], "simulated", "in speed", "in memory") == []
