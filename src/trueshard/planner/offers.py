@@ -40,7 +40,7 @@ class Offer:
     """Speed and memory of the best plan, or of the most frugal one where none fits."""
     bill: Bill
     predicted: Expected | None = None
-    """What was expected before it was studied; None if it was not."""
+    """Expectation before it was studied; None if it was not."""
 
     @property
     def name(self) -> str:

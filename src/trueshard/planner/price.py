@@ -28,7 +28,7 @@ class Bill:
     device_hours: float
     """Hours of all devices together."""
     money: float | None
-    """In the currency of the price; None without one."""
+    """Currency: that of the price; None without one."""
     kilowatt_hours: float | None
     """Energy at the most that the devices draw, by their data sheet; None if that is not known."""
 
