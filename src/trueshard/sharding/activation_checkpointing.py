@@ -90,29 +90,29 @@ def _writing_once(module: nn.Module, contexts: Callable[[], Any] | None, state: 
     """
     forward, recomputation = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
     total = state.total
-    before = _buffers(module)  # kernels of batch norm bump no version that would tell what changes
+    before = values_of_buffers(module)  # kernels of batch norm bump no version that would tell what changes
 
     @contextlib.contextmanager
     def recompute() -> Iterator[None]:
-        now = _buffers(module)
-        _write(before)
+        now = values_of_buffers(module)
+        write_buffers(before)
         try:
             with _same_attributes(module), state.of_length(total), recomputation:
                 yield
         finally:
-            _write(now)
+            write_buffers(now)
 
     return forward, _Anew(recompute)
 
 
-def _buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+def values_of_buffers(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
     """Return (owner's table, name, buffer, copy of its values) of each; a forward may replace a buffer by another."""
     tables = [_torch.own_buffers(inner) for inner in module.modules()]
     buffers = [(table, name, buffer) for table in tables for name, buffer in table.items()]
     return [(table, name, buffer, buffer.detach().clone()) for table, name, buffer in buffers if buffer is not None]
 
 
-def _write(buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> None:
+def write_buffers(buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]) -> None:
     for table, name, buffer, values in buffers:
         table[name] = buffer
         buffer.data.copy_(values)

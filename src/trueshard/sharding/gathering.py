@@ -84,8 +84,8 @@ class GatheredCopy:
         originals, copies = (dict(names.named_modules(model)) for model in (root, self.module))
         # Module of the sharded model → its copy; and its settings when they were last copied, to see what changed.
         self._twins = {originals[name]: twin for name, twin in copies.items()}
-        self._settings = {module: copy.deepcopy(_settings(module)) for module in self._twins}
-        self._cast_as_units_do(copies)
+        self._settings = {module: copy.deepcopy(plain_attributes(module)) for module in self._twins}
+        cast_as_units_do(runtime, copies)
         self.update()
 
     @torch.no_grad()
@@ -134,30 +134,30 @@ class GatheredCopy:
                 buffers[name] = None if new is None else new.detach().clone()
             else:
                 old.copy_(new)
-        now, before = _settings(module), self._settings[module]
+        now, before = plain_attributes(module), self._settings[module]
         changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
         if changed:
             twin.__dict__.update(copy.deepcopy(changed))
             before.update(copy.deepcopy(changed))
 
-    def _cast_as_units_do(self, copies: dict[str, nn.Module]) -> None:
-        """Cast what goes into and out of the modules of a unit, as FSDP2 does."""
-        assert self._runtime is not None
-        mixed = self._runtime.plan.mixed_precision
-        if mixed is None:
-            return
-        inputs = getattr(torch, mixed.compute) if mixed.compute and mixed.cast_inputs else None
-        output = getattr(torch, mixed.output) if mixed.output else None
-        for unit in self._runtime.plan.units:
-            if unit.kind == "experts":
-                continue
-            for module in (copies[name] for name in unit.modules):
-                casts = _Casts(inputs, output)
-                module.register_forward_pre_hook(casts.enter, prepend=True, with_kwargs=True)
-                module.register_forward_hook(casts.leave, always_call=True)
-                if unit.kind in ("root", "block") and len(unit.modules) == 1:
-                    for method in methods.methods_that_compute(module):
-                        module.__dict__[method] = casts.around(getattr(module, method))
+
+def cast_as_units_do(runtime: Runtime, copies: dict[str, nn.Module]) -> None:
+    """Cast what goes into and out of the modules of a unit, as FSDP2 does; ``copies``: of all modules, by name."""
+    mixed = runtime.plan.mixed_precision
+    if mixed is None:
+        return
+    inputs = getattr(torch, mixed.compute) if mixed.compute and mixed.cast_inputs else None
+    output = getattr(torch, mixed.output) if mixed.output else None
+    for unit in runtime.plan.units:
+        if unit.kind == "experts":
+            continue
+        for module in (copies[name] for name in unit.modules):
+            casts = _Casts(inputs, output)
+            module.register_forward_pre_hook(casts.enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(casts.leave, always_call=True)
+            if unit.kind in ("root", "block") and len(unit.modules) == 1:
+                for method in methods.methods_that_compute(module):
+                    module.__dict__[method] = casts.around(getattr(module, method))
 
 
 class _Casts:
@@ -198,7 +198,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value if dtype is None else _torch.cast_floating(value, dtype)
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module`` that are numbers, text, or collections of them."""
     return {key: value for key, value in module.__dict__.items() if key not in _OWN and _is_plain(value)}
 

@@ -19,6 +19,9 @@ class Callback:
     def on_start(self, trainer: Trainer) -> None:
         """Run before the first step, after a resume."""
 
+    def on_batch(self, trainer: Trainer, microbatches: list[Any]) -> None:
+        """Run before the first forward of each step; ``microbatches``: this rank's, as the loader gives them."""
+
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Run after each optimizer step; ``record``: step, loss (nats), grad_norm, lr, tokens, seconds and more."""
 

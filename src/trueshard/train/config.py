@@ -87,6 +87,10 @@ class TrainSection(Section):
     from 1; what no glob matches has -40."""
     watch_replicas: Annotated[int, Field(ge=1)] | None = None
     """Steps between comparisons of the copies of `shard.replicate`; the run ends if one differs."""
+    verify_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between comparisons of a microbatch with a plain copy of the model on one rank, which is not sharded: loss
+    and every gradient. What differs is said once, with the first module that does; see `verified` in `metrics.jsonl`.
+    The run goes on, with the bits that it has without."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients with a greater norm are scaled down to this one."""
     loss: Text | None = None
@@ -320,6 +324,10 @@ class Config(Section):
             object.__setattr__(self, "shard", shard)
         if self.train.watch_replicas is not None and self.shard.replicate == 1:
             raise ValueError("train.watch_replicas compares copies, and shard.replicate is 1; remove it, or raise that")
+        alone = self.adapter is not None or self.data.format != "preference" or self.train.loss is not None
+        if self.train.verify_every is not None and (self.rl is not None or not alone):
+            what = "answers" if alone else "a reference without [adapter]"
+            raise ValueError(f"train.verify_every computes on one rank alone, and all ranks hold {what}; remove it")
         answers = ("chat", "completion", "instruction", "label")
         if (held_out := self.evaluation) is not None and held_out.generate and not is_open:
             if self.data.format not in answers or not self.data.answers_only:

@@ -231,6 +231,7 @@ class Trainer:
         microbatches = [next(self._reader) for _ in range(self.accumulate)]
         self.batches += self.accumulate
         waited = time.perf_counter() - began
+        self._tell("on_batch", microbatches)
         count = self._count(microbatches)
         tokens = (
             sum(self._tokens_of(batch) for batch in microbatches) if self._leads_context and self._leads_tensor else 0

@@ -5,8 +5,10 @@ Both train up to the step before the one that is watched, and take its forward a
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from trueshard.verification.runs import shaken
 from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
 from trueshard.verification.training import Microbatches, Progress, accumulate, microbatches_of, parts_here, train
 
+Distances = dict[str, tuple[float, float, float]]
+"""How far a gradient is apart, what it may be, and the factor between both, by name."""
 SOURCE = "modules"
 """Name of the reference's result, and of the folder of its tensors."""
 
@@ -48,19 +52,19 @@ def located_reference(case: Case, progress: Progress) -> tuple[Tolerances, str]:
             wide = copy.deepcopy(setup.model)
         except Exception as error:
             missing = f" (float64: {one_line(error)})"
-    _watch(setup, Writer(store, step), microbatches, step, case.seed)
+    watch(setup, Writer(store, step), microbatches, step, case.seed)
     rounded, exact = Measure(store, step), Measure(store, step)
     if wide is not None:
         del setup.model
         try:
             widened = TrainingSetup(wide.double(), setup.optimizers, setup.loss)
-            _watch(widened, exact, _widened(microbatches), step, case.seed)
+            watch(widened, exact, _widened(microbatches), step, case.seed)
             missing = ""
         except (RuntimeError, TypeError, ValueError) as error:
             exact, missing = Measure(store, step), f" (float64: {one_line(error)})"
     again = build()
     microbatches = _before(shaken(subject, again, first.record, progress), subject, again, step)
-    _watch(again, rounded, microbatches, step, case.seed)
+    watch(again, rounded, microbatches, step, case.seed)
     noise = {key: max(size, exact.noise.get(key, 0.0)) for key, size in rounded.noise.items()}
     source = f": {FACTOR:g} times what float64 and rounding errors change of it{missing}"
     return Tolerances(noise, first.tolerances.floor, {}), source
@@ -73,20 +77,37 @@ def located(case: Case, progress: Progress) -> Located | None:
     setup, step = subject.sharded(), case.watched
     microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
     measure = Measure(case.tensors(SOURCE), step)
-    _watch(setup, measure, microbatches, step, case.seed)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (measure.apart(tolerances, case.is_exact), measure.passed_over))
-    by_rank, passed_over = [apart for apart, _ in ranks], sum(count for _, count in ranks)
-    gradients = {}
+    watch(setup, measure, microbatches, step, case.seed)
     expected = case.tensors("reference")
-    known = set(expected.names("gradients", step))
-    for name, gradient in compare.gathered_tensors(compare.values_of("gradients", setup.model)):
-        if name in known:
-            one, two = gradient.double(), expected.read("gradients", step, name).double()
-            apart = compare.distance(one, two)[1]
-            allowed = 0.0 if case.is_exact else first.tolerances.of("gradients", step, name)
-            gradients[name] = apart, allowed, float((one * two).sum() / two.square().sum())
-    return locate(by_rank, gradients, step, source, passed_over)
+
+    def allowed(name: str) -> float:
+        return 0.0 if case.is_exact else first.tolerances.of("gradients", step, name)
+
+    known, gradients = expected.names("gradients", step), compare.values_of("gradients", setup.model)
+    found = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed)
+    return located_on(measure, tolerances, case.is_exact, found, step, source)
+
+
+def distances(
+    values: Named, known: Iterable[str], read: Callable[[str], torch.Tensor], allowed: Callable[[str], float]
+) -> Distances:
+    """Gather ``values`` and return how far those that are ``known`` here are from what ``read`` gives. Collective."""
+    result = dict.fromkeys(known, (math.inf, 0.0, 0.0))
+    for name, value in compare.gathered_tensors(values):
+        if name in result:
+            one, two = value.double(), read(name).double()
+            factor = float((one * two).sum() / two.square().sum())
+            result[name] = compare.distance(one, two)[1], allowed(name), factor
+    return result
+
+
+def located_on(
+    measure: Measure, tolerances: Tolerances, exactly: bool, gradients: Distances, step: int, source: str
+) -> Located | None:
+    """Return where the ranks' ``measure`` and the ``gradients`` leave the reference first. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (measure.apart(tolerances, exactly), measure.passed_over))
+    return locate([apart for apart, _ in ranks], gradients, step, source, sum(count for _, count in ranks))
 
 
 def _before(run: Iterator[tuple[str, int, Named]], subject: Subject, setup: TrainingSetup, step: int) -> Microbatches:
@@ -99,9 +120,11 @@ def _before(run: Iterator[tuple[str, int, Named]], subject: Subject, setup: Trai
     return microbatches_of(subject, step, parts_here(subject, setup.model))
 
 
-def _watch(setup: TrainingSetup, sink: Any, microbatches: Microbatches, step: int, seed: int) -> None:
-    with Recorder(setup.model, sink).watching() as recorder:
-        accumulate(setup, microbatches, step, seed, recorder)
+def watch(setup: TrainingSetup, sink: Any, microbatches: Microbatches, step: int, seed: int) -> float:
+    """Run forward and backward, and show ``sink``, if there is one, what passes the modules; return the mean loss."""
+    watching = contextlib.nullcontext() if sink is None else Recorder(setup.model, sink).watching()
+    with watching as recorder:
+        return accumulate(setup, microbatches, step, seed, recorder)
 
 
 def _widened(microbatches: Microbatches) -> Microbatches:

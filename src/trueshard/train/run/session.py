@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -248,6 +249,9 @@ def build_trainer(
         callbacks.insert(0, StateHashes(config.log.hash_every))
     if train.watch_replicas is not None:
         callbacks.insert(0, ReplicaWatch(train.watch_replicas))
+    if train.verify_every is not None:  # by its name: verification, which trains, is above
+        kind = import_module("trueshard.verification.steps").StepVerifier
+        callbacks.insert(0, kind(train.verify_every, ready.folder))
     if profile:
         callbacks.append(Profile(ready.folder / "profile", *PROFILED))
     trainer = Trainer(
