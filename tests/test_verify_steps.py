@@ -1,8 +1,7 @@
-"""``train.verify_every``: one rank computes a microbatch without sharding, and the run has the bits that it has without."""
+"""``train.verify_every``: one rank computes a microbatch without sharding, and the run does not notice."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +64,76 @@ def test_a_run_that_is_verified_has_the_bits_that_it_has_without(tmp_path: Path,
     assert all(record.get("verified") for record in found), found
     bound = 1e-2 if "bf16" in str(options) else 1e-5
     assert all(record["verify_loss"] < bound and record["verify_gradients"] < 4 * bound for record in found), found
+
+
+FAULTS = """
+import torch, trueshard
+
+class Longer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.1
+
+class Forward(trueshard.Callback):
+    def on_start(self, trainer):
+        if trainer.rank == 1:
+            down = trainer.model.get_submodule("model.layers.1.mlp.down_proj")
+            down.register_forward_hook(lambda module, inputs, output: self.changed(output))
+    def changed(self, output):
+        return output * 1.01
+
+class Backward(Forward):
+    def changed(self, output):
+        return Longer.apply(output)
+
+class Hook(trueshard.Callback):
+    def on_start(self, trainer):
+        weight = trainer.model.get_parameter("model.layers.1.mlp.up_proj.weight")
+        weight.register_hook(lambda gradient: gradient * 2)
+
+class Flip(trueshard.Callback):
+    def on_step(self, trainer, record):
+        if trainer.step == 3 and trainer.rank == 1:
+            weight = trainer.model.get_parameter("model.layers.0.self_attn.o_proj.weight")
+            weight.to_local().detach().view(torch.int32).view(-1)[0] ^= 1 << 29
+
+class Alone(trueshard.Callback):
+    def on_start(self, trainer):
+        root = trainer.model
+        attention = root.get_submodule("model.layers.1.self_attn")
+        attention.register_forward_pre_hook(lambda module, inputs: self.refuse(module))
+    def refuse(self, module):
+        if type(module).__name__ == "LlamaAttention":
+            raise OSError("no space in this kernel")
+"""
+FOUND: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
+    "Forward": (("model.layers.1.mlp.down_proj, forward, step 2, rank 1", "its input agrees"), (2, 4), ()),
+    "Backward": (("model.layers.1.mlp.down_proj, backward, step 2, rank 1", "0.1 of the scale"), (2, 4), ()),
+    "Hook": (("model.layers.1.mlp.up_proj, gradient, step 2", "2 times what it should be"), (2, 4), ()),
+    "Flip": (
+        ("model.layers.0.self_attn.o_proj, forward, step 4, rank 1",),
+        (4,),
+        ("--set", "shard.replicate=2", "--set", "shard.watch=0"),
+    ),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_fault_is_said_once_with_its_module_and_the_run_goes_on(tmp_path: Path, fault: str) -> None:
+    folder, (words, steps, options) = project(tmp_path / "run"), FOUND[fault]
+    (folder / "train.toml").write_text(SHORT)
+    (folder / "faults.py").write_text(FAULTS)
+    given = ("--set", f'train.callbacks=["faults.py:{fault}"]', *options)
+    code, out, err = end(start(folder, "--nproc", "2", *given, *EVERY))
+    assert code == 0, out + err
+    assert lacking(err, "train.verify_every", *words) == [], err
+    assert (out + err).count("said once") == 1
+    records = {record["step"]: record for record in metrics(folder)}
+    assert [step for step in records if records[step].get("verified") is False] == list(steps)
+    assert ["verify_first" in records[step] for step in steps] == [True] + [False] * (len(steps) - 1)
+    assert lacking(out, f"{2 - len(steps)} of 2 steps", *words) == []  # the report at the end
+    assert not (folder / "run/verify").exists()

@@ -78,18 +78,14 @@ def located(case: Case, progress: Progress) -> Located | None:
     microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
     measure = Measure(case.tensors(SOURCE), step)
     watch(setup, measure, microbatches, step, case.seed)
-    expected = case.tensors("reference")
-
-    def allowed(name: str) -> float:
-        return 0.0 if case.is_exact else first.tolerances.of("gradients", step, name)
-
+    expected, allowed = case.tensors("reference"), Tolerances({}, 0.0, {}) if case.is_exact else first.tolerances
     known, gradients = expected.names("gradients", step), compare.values_of("gradients", setup.model)
-    found = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed)
+    found = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed, step)
     return located_on(measure, tolerances, case.is_exact, found, step, source)
 
 
 def distances(
-    values: Named, known: Iterable[str], read: Callable[[str], torch.Tensor], allowed: Callable[[str], float]
+    values: Named, known: Iterable[str], read: Callable[[str], torch.Tensor], allowed: Tolerances, step: int
 ) -> Distances:
     """Gather ``values`` and return how far those that are ``known`` here are from what ``read`` gives. Collective."""
     result = dict.fromkeys(known, (math.inf, 0.0, 0.0))
@@ -97,7 +93,7 @@ def distances(
         if name in result:
             one, two = value.double(), read(name).double()
             factor = float((one * two).sum() / two.square().sum())
-            result[name] = compare.distance(one, two)[1], allowed(name), factor
+            result[name] = compare.distance(one, two)[1], allowed.of("gradients", step, name), factor
     return result
 
 

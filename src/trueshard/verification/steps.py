@@ -26,7 +26,7 @@ from torch import nn
 
 from trueshard import _torch
 from trueshard.checkpoint.state import random_state, set_random_state
-from trueshard.errors import UserError, one_line
+from trueshard.errors import UserError, explained, one_line
 from trueshard.machine import memory_of_process
 from trueshard.model import names
 from trueshard.sharding.activation_checkpointing import values_of_buffers, write_buffers
@@ -40,7 +40,7 @@ from trueshard.train.trainer import Trainer
 from trueshard.verification import compare
 from trueshard.verification.compare import FACTOR, FLOORS, Named, TensorStore, Tolerances
 from trueshard.verification.locating import Distances, distances, located_on, watch
-from trueshard.verification.modules import Located, Measure, Writer
+from trueshard.verification.modules import Measure, Writer
 from trueshard.verification.runs import shake
 from trueshard.verification.subjects import TrainingSetup
 
@@ -50,26 +50,29 @@ class StepVerifier(Callback):
 
     def __init__(self, every: int, folder: Path) -> None:
         self._every, self._folder, self._record = every, folder / "verify", dict[str, Any]()
-        self._found = {"steps": 0, "held": 0, "told": ""}
+        self._found: dict[str, Any] = {"steps": 0, "held": 0, "told": ""}
 
     def on_start(self, trainer: Trainer) -> None:
         """Raise `UserError`, on every rank, for a model that one rank cannot hold or compute."""
-        memo = {id(value): value for value in vars(trainer.loss).values() if isinstance(value, nn.Module)}
-        self._loss = copy.deepcopy(trainer.loss, memo)  # one may keep what it sees
+        self._trainer, own = trainer, getattr(trainer.loss, "__dict__", {}).values()
+        self._loss: Any = copy.deepcopy(trainer.loss, {id(part): part for part in own if isinstance(part, nn.Module)})
         if any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
-            raise UserError("train.verify_every: nn.SyncBatchNorm computes on all ranks; remove train.verify_every")
+            raise UserError("train.verify_every computes on one rank alone, and nn.SyncBatchNorm on all; remove it")
+        with explained("train.verify_every", "remove it"):
+            _copied(trainer.model, trainer.device)
         needed = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in trainer.model.parameters())
         free = min(psutil.virtual_memory().available, memory_of_process(1))
         if over_ranks([trainer.rank == 0 and needed > free], trainer.device)[0]:
-            raise UserError(
-                f"train.verify_every: the whole model and its gradients take {size(needed)} of rank 0's main memory, "
-                "which has less; remove it, or run `trueshard verify` with --layers"
-            )
+            what = f"the whole model and its gradients take {size(needed)} of rank 0's main memory, which has less"
+            raise UserError(f"train.verify_every: {what}; remove it, or run `trueshard verify` with --layers")
 
     def on_batch(self, trainer: Trainer, microbatches: list[Any]) -> None:
         if (trainer.step + 1) % self._every == 0:
             began, state = time.perf_counter(), random_state()
-            self._record = self._verified(trainer, _from_first(_torch.to_device(microbatches[0], "cpu")))
+            batch = next((batch for batch in microbatches if self._loss.count(batch)), None)
+            batch = _from_first(_torch.to_device(batch, "cpu"))
+            lacking = {"verify_failed": "no microbatch of rank 0 has a target"}
+            self._record = lacking if batch is None else self._verified(batch)
             set_random_state(*state)
             self._record["verify_seconds"] = time.perf_counter() - began
 
@@ -80,8 +83,8 @@ class StepVerifier(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.rank == 0:
-            counts = "{held} of {steps} steps are what one rank computes without sharding. {told}".format(**self._found)
-            print(f"train.verify_every: {counts}", flush=True)
+            words = "{held} of {steps} steps are what one rank computes without sharding. {told}"
+            print(f"train.verify_every: {words.format(**self._found)}", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return self._found
@@ -89,100 +92,85 @@ class StepVerifier(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._found = dict(state)
 
-    def _verified(self, trainer: Trainer, batch: Any) -> dict[str, Any]:
+    def _verified(self, batch: Any) -> dict[str, Any]:
         """Return what goes into the record of the step. Collective."""
-        plain = _Plain(trainer, self._loss, batch)
-        values, tolerances = plain.expected()
-        found = self._distances(trainer, batch, values, tolerances)
-        wrong = [name for name, (apart, allowed, _) in found.items() if not apart <= allowed]
-        loss, gradients = found.pop("", (0.0,))[0], max((apart for apart, *_ in found.values()), default=0.0)
-        failure, wrong, loss, gradients = _from_first((plain.failure, wrong, loss, gradients))
+        trainer, self._failure = self._trainer, ""
+        model = _copied(trainer.model, trainer.device) if trainer.rank == 0 else None
+        self._plain = None if model is None else TrainingSetup(model, [], self._loss, trainer.scaler)
+        values, again = self._computed(batch), self._computed(batch, is_shaken=True)
+        both = values.keys() & again.keys()
+        noise = {("gradients", 1, name): compare.distance(again[name], values[name])[1] for name in both}
+        found = self._distances(batch, values, self._tolerances(noise))
+        wrong = any(not apart <= allowed for apart, allowed, _ in found.values())
+        loss, largest = found.pop("", (0.0,))[0], max((apart for apart, *_ in found.values()), default=0.0)
+        failure, wrong, loss, largest = _from_first((self._failure, wrong, loss, largest))
         self._found["steps"] += 1
         self._found["held"] += not (failure or wrong)
-        record = {"verified": not wrong, "verify_loss": loss, "verify_gradients": gradients}
+        record = {"verified": not wrong, "verify_loss": loss, "verify_gradients": largest}
         record = {"verify_failed": failure} if failure else record
         if (failure or wrong) and not self._found["told"]:
-            told = f"one rank cannot compute it: {failure}" if failure else self._first(trainer, batch, plain, values)
+            told = f"one rank cannot compute it: {failure}" if failure else self._first(batch, values)
             self._found["told"] = record["verify_first"] = f"Step {trainer.step + 1}: {_from_first(told)}"
             if trainer.rank == 0:
                 logger.warning("train.verify_every: %s (said once; metrics.jsonl has every step)", self._found["told"])
+        self._plain = None
         return record
 
-    def _distances(
-        self, trainer: Trainer, batch: Any, expected: Named, tolerances: Tolerances, sink: Any = None
-    ) -> Distances:
-        """Compute ``batch`` sharded; return how far loss ("") and gradients are apart, on rank 0. Collective."""
-        setup = TrainingSetup(trainer.model, [], self._loss, trainer.scaler, sharded(trainer.model).plan)
-        with undisturbed(trainer.model):
-            loss = watch(setup, sink, [(0, 0, batch)], trainer.step, 0)
-            values = {"": torch.tensor(loss, dtype=torch.float64)} | compare.values_of("gradients", trainer.model)
-            allowed = functools.partial(tolerances.of, "gradients", 1)
-            return distances(values, expected, expected.__getitem__, allowed)
-
-    def _first(self, trainer: Trainer, batch: Any, plain: _Plain, expected: Named) -> str:
+    def _first(self, batch: Any, expected: Named) -> str:
         """Return where the sharded model leaves the plain one first, in words. Collective."""
-        runtime, store = sharded(trainer.model), TensorStore(self._folder)
+        runtime, store = sharded(self._trainer.model), TensorStore(self._folder)
         # Hooks of modules are not called in compiled code.
         with torch.compiler.set_stance("force_eager" if runtime.plan.compile else "default"):
-            plain.compute(Writer(store, 1))
+            self._computed(batch, Writer(store, 1))
             noise = Measure(store, 1)
-            plain.compute(noise, shaken=True)
-            tolerances = _from_first(plain.tolerances(noise.noise))
-            measure = Measure(store, 1)
-            sink = None if "context" in runtime.axes.along else measure  # modules return parts there
-            found = self._distances(trainer, batch, expected, tolerances, sink)
+            self._computed(batch, noise, is_shaken=True)
+            tolerances, measure = _from_first(self._tolerances(noise.noise)), Measure(store, 1)
+            sink = None if "context" in runtime.axes.along else measure  # its modules return parts
+            found = self._distances(batch, expected, tolerances, sink)
         found.pop("", None)
         source = f": {FACTOR:g} times what rounding errors change of it"
-        result = located_on(measure, tolerances, False, found, trainer.step + 1, source)
-        dist.barrier()
-        if trainer.rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        cause = "without compiling nothing differs" if runtime.plan.compile else "no module, and no gradient, differs"
-        return str(result) if isinstance(result, Located) else f"the loss or gradients differ; looked at again, {cause}"
+        result = located_on(measure, tolerances, False, found, self._trainer.step + 1, source)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        others = "and nothing does without compiling" if runtime.plan.compile else "and no module does, when run again"
+        return str(result or f"the loss or a gradient differs, {others}")
 
+    def _tolerances(self, noise: dict[tuple[str, int, str], float]) -> Tolerances:
+        parameters = [] if self._plain is None else self._plain.model.parameters()
+        floors = [FLOORS.get(parameter.dtype, 0.0) for parameter in parameters if parameter.requires_grad]
+        return Tolerances(noise, max(floors, default=FLOORS[torch.float32]), {})
 
-class _Plain:
-    """The copy of a run's model on rank 0, and its passes over one microbatch; elsewhere nothing."""
+    def _distances(self, batch: Any, expected: Named, tolerances: Tolerances, sink: Any = None) -> Distances:
+        """Compute sharded; return how far loss ("") and gradients are from those ``expected`` here. Collective."""
+        trainer = self._trainer
+        setup = TrainingSetup(trainer.model, [], self._loss, trainer.scaler, sharded(trainer.model).plan)
+        with undisturbed(trainer.model):
+            values = self._results(setup, batch, sink)
+            return distances(values, expected, expected.__getitem__, tolerances, 1)
 
-    def __init__(self, trainer: Trainer, loss: Any, batch: Any) -> None:
-        self._trainer, self._batch, self.failure = trainer, batch, ""
-        self._setup: Any = None
-        if trainer.rank == 0:
-            self._setup = TrainingSetup(_copied(trainer.model, trainer.device), [], loss, trainer.scaler)
-
-    def expected(self) -> tuple[Named, Tolerances]:
-        """Return loss ("") and gradients, and what they may be apart; nothing on other ranks. Collective."""
-        first, second = self.compute(), self.compute(shaken=True)
-        both = {name: compare.distance(second[name], first[name])[1] for name in first.keys() & second.keys()}
-        return first, self.tolerances({("gradients", 1, name): noise for name, noise in both.items()})
-
-    def tolerances(self, noise: dict[tuple[str, int, str], float]) -> Tolerances:
-        dtypes = {p.dtype for p in self._setup.model.parameters() if p.requires_grad} if self._setup else set()
-        return Tolerances(noise, max([FLOORS[torch.float32], *(FLOORS.get(dtype, 0.0) for dtype in dtypes)]), {})
-
-    def compute(self, sink: Any = None, *, shaken: bool = False) -> Named:
-        """Gather the values of now, ``shaken`` by rounding errors; return loss ("") and gradients. Collective."""
-        own, random = {}, torch.Generator().manual_seed(0)
-        if self._setup is not None:
-            own = {name: tensor for name, *_, tensor in names.named_tensors(self._setup.model, "parameters")}
-        for name, tensor in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
+    def _computed(self, batch: Any, sink: Any = None, *, is_shaken: bool = False) -> Named:
+        """Compute on rank 0, perhaps a rounding error away; return loss ("") and gradients there. Collective."""
+        model, random = self._plain and self._plain.model, torch.Generator().manual_seed(0)
+        own = {name: tensor for name, *_, tensor in names.named_tensors(model, "parameters")} if model else {}
+        for name, value in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
+            if is_shaken and name in own and own[name].requires_grad:
+                value = value.clone()
+                shake(value, torch.promote_types(value.dtype, torch.float32), random)
             if name in own:
-                value = tensor.clone()
-                if shaken and own[name].requires_grad:
-                    shake(value, torch.promote_types(value.dtype, torch.float32), random)
                 own[name].data.copy_(value)
-        if not own:
+        if self._plain is None or model is None:
             return {}
         is_host = self._trainer.device.type == "cpu"
         waiting = contextlib.nullcontext() if is_host else torch.autograd.graph.save_on_cpu()
         try:
-            with undisturbed(self._setup.model), waiting:
-                loss = watch(self._setup, sink, [(0, 0, self._batch)], self._trainer.step, 0)
-                gradients = compare.values_of("gradients", self._setup.model)
-                return {"": torch.tensor(loss, dtype=torch.float64)} | gradients
+            with undisturbed(model), waiting:
+                return self._results(self._plain, batch, sink)
         except Exception as error:  # the other ranks wait for this one
-            self.failure = f"{type(error).__name__}: {one_line(error)}"
+            self._failure = f"{type(error).__name__}: {one_line(error)}"
             return {}
+
+    def _results(self, setup: TrainingSetup, batch: Any, sink: Any) -> Named:
+        loss = torch.tensor(watch(setup, sink, [(0, 0, batch)], self._trainer.step, 0), dtype=torch.float64)
+        return {"": loss} | compare.values_of("gradients", setup.model)
 
 
 def _from_first(value: Any) -> Any:
@@ -194,9 +182,9 @@ def _from_first(value: Any) -> Any:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Begin without gradients; afterwards gradients, buffers and plain attributes are what they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = values_of_buffers(names.unwrap(model))
-    attributes = [(module, copy.deepcopy(plain_attributes(module))) for module in names.unwrap(model).modules()]
+    modules = list(names.unwrap(model).modules())
+    gradients, buffers = [(p, p.grad) for p in model.parameters()], values_of_buffers(modules[0])
+    attributes = [(module, copy.deepcopy(plain_attributes(module))) for module in modules]
     model.zero_grad()
     try:
         yield
@@ -208,14 +196,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _copied(model: nn.Module, device: torch.device, host: str = "cpu") -> nn.Module:
+def _copied(model: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy as before sharding, in the compute dtype, whose weights, without values, rest on the host."""
     runtime = sharded(model)
 
     def made(parameter: torch.Tensor) -> nn.Parameter:
         dtype = runtime.compute_dtype if parameter.is_floating_point() else None
-        empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=host)
-        return nn.Parameter(empty, parameter.requires_grad)
+        return nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype), parameter.requires_grad)
 
     result: nn.Module = copy_modules(runtime, runtime.root, made, {})
     modules = dict(names.named_modules(result))
