@@ -10,8 +10,10 @@ import pytest
 from messages import lacking
 from running import CONFIG, end, metrics, project, run, start
 
-SHORT = CONFIG.replace("steps = 40", "steps = 4").replace("checkpoint_every = 20", "checkpoint_every = 2").replace(
-    "batch_size = 8", "batch_size = 12"
+SHORT = (
+    CONFIG.replace("steps = 40", "steps = 4")
+    .replace("checkpoint_every = 20", "checkpoint_every = 2")
+    .replace("batch_size = 8", "batch_size = 12")
 )
 EVERY = ("--set", "train.verify_every=2")
 

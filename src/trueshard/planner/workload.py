@@ -110,7 +110,8 @@ class StepPhase:
     """A phase of a step of reinforcement learning, or of a training run."""
 
     name: str
-    """``"generate"``, ``"score"`` or ``"update"``; ``"step"``, ``"evaluation"`` or ``"saving"``."""
+    """``"generate"``, ``"score"`` or ``"update"``; ``"step"``, ``"evaluation"``, ``"saving"``, ``"snapshot"`` or
+    ``"verifying"``."""
     live_bytes: int
     """Peak of the memory that tensors take on a rank."""
     seconds: float | None

@@ -71,7 +71,7 @@ class StepVerifier(Callback):
             began, state = time.perf_counter(), random_state()
             batch = next((batch for batch in microbatches if self._loss.count(batch)), None)
             batch = _from_first(_torch.to_device(batch, "cpu"))
-            lacking = {"verify_failed": "no microbatch of rank 0 has a target"}
+            lacking: dict[str, Any] = {"verify_failed": "no microbatch of rank 0 has a target"}
             self._record = lacking if batch is None else self._verified(batch)
             set_random_state(*state)
             self._record["verify_seconds"] = time.perf_counter() - began
@@ -149,21 +149,21 @@ class StepVerifier(Callback):
 
     def _computed(self, batch: Any, sink: Any = None, *, is_shaken: bool = False) -> Named:
         """Compute on rank 0, perhaps a rounding error away; return loss ("") and gradients there. Collective."""
-        model, random = self._plain and self._plain.model, torch.Generator().manual_seed(0)
-        own = {name: tensor for name, *_, tensor in names.named_tensors(model, "parameters")} if model else {}
+        plain, random = self._plain, torch.Generator().manual_seed(0)
+        own = {name: t for name, *_, t in names.named_tensors(plain.model, "parameters")} if plain else {}
         for name, value in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
             if is_shaken and name in own and own[name].requires_grad:
                 value = value.clone()
                 shake(value, torch.promote_types(value.dtype, torch.float32), random)
             if name in own:
                 own[name].data.copy_(value)
-        if self._plain is None or model is None:
+        if plain is None:
             return {}
         is_host = self._trainer.device.type == "cpu"
         waiting = contextlib.nullcontext() if is_host else torch.autograd.graph.save_on_cpu()
         try:
-            with undisturbed(model), waiting:
-                return self._results(self._plain, batch, sink)
+            with undisturbed(plain.model), waiting:
+                return self._results(plain, batch, sink)
         except Exception as error:  # the other ranks wait for this one
             self._failure = f"{type(error).__name__}: {one_line(error)}"
             return {}

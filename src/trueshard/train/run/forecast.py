@@ -4,9 +4,9 @@
 - The device is the one at hand, or any of the planner's catalogue. On a CPU, the memory is what a process may have.
 - What the planner cannot simulate is said in one line (`Unplanned`); no training ends because of it.
 
-Phases of a training run: step, evaluation, saving. A save copies what the rank writes to host memory, tensor by tensor,
-and writes from there while training goes on; a device gives no memory for that, on a CPU the copies lie beside the next
-steps. Those of reinforcement learning stand in ``train/rl/forecast.py``.
+Phases of a training run: step, evaluation, saving, verifying. A save copies what the rank writes to host memory, tensor
+by tensor, and writes from there while training goes on; a device gives no memory for that, on a CPU the copies lie
+beside the next steps. Those of reinforcement learning stand in ``train/rl/forecast.py``.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def study(
         result: Study = process.call(solving, request, in_place=in_place, workers=workers)
         result = with_imbalances(request, result, lambda line: None, workers=workers) if in_place else result
         if rl is None:
-            phases = _training_phases(config, result, hardware)
+            phases = (*_training_phases(config, result, hardware), *_verifying(config, settings, result, hardware))
         else:
             generation = None
             if copy is not None:
@@ -254,6 +254,25 @@ def _training_phases(config: Config, study: Study, hardware: Hardware) -> tuple[
         live, needs = (stays, {}) if hardware.streams else (stays + held + step, {"snapshots": held, "step": step})
         phases.append(StepPhase("snapshot", live, seconds, needs, notes, config.train.memory_every))
     return tuple(phases)
+
+
+def _verifying(config: Config, settings: Any, study: Study, hardware: Hardware) -> list[StepPhase]:
+    """Return `train.verify_every` on rank 0: a sharded pass, and two of a whole copy, which rests on the host."""
+    if (every := config.train.verify_every) is None:
+        return []
+    mixed, forecast, stays = study.plan.mixed_precision, study.forecast, _resident_bytes(study)
+    compute = getattr(torch, mixed.compute) if mixed is not None and mixed.compute else None
+    copied = {"copy": 0, "gradients": 0}
+    for parameter in empty(config, settings).parameters():
+        taken = parameter.numel() * (compute if compute and parameter.is_floating_point() else parameter.dtype).itemsize
+        copied["copy"] += taken
+        copied["gradients"] += 2 * taken * parameter.requires_grad
+    needs, host = {"step": forecast.peak_live_bytes - stays}, sum(copied.values())
+    seconds = (1 + 2 * forecast.ranks / config.shard.readers(forecast.ranks)) * forecast.step_seconds
+    seconds = seconds / forecast.accumulation + 2 * host / hardware.host_bandwidth * hardware.streams
+    needs |= {} if hardware.streams else copied
+    notes = (f"every {every:,} steps", f"{size(host)} of rank 0's main memory for an unsharded copy")
+    return [StepPhase("verifying", stays + sum(needs.values()), seconds, needs, notes, every)]
 
 
 # What becomes of a forecast
