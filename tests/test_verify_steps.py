@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from messages import lacking
 from running import CONFIG, end, metrics, project, run, start
+from trueshard.errors import UserError
+from trueshard.train.parse import load_config
+from trueshard.verification.steps import undisturbed
 
 SHORT = (
     CONFIG.replace("steps = 40", "steps = 4")
@@ -104,12 +110,10 @@ class Flip(trueshard.Callback):
 
 class Alone(trueshard.Callback):
     def on_start(self, trainer):
-        root = trainer.model
-        attention = root.get_submodule("model.layers.1.self_attn")
-        attention.register_forward_pre_hook(lambda module, inputs: self.refuse(module))
-    def refuse(self, module):
-        if type(module).__name__ == "LlamaAttention":
-            raise OSError("no space in this kernel")
+        trainer.model.get_submodule("model.layers.1").register_forward_pre_hook(self.refuse)
+    def refuse(self, module, inputs):
+        if type(module).__name__ == "LlamaDecoderLayer":
+            raise OSError("no room for this")
 """
 FOUND: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
     "Forward": (("model.layers.1.mlp.down_proj, forward, step 2, rank 1", "its input agrees"), (2, 4), ()),
@@ -139,3 +143,66 @@ def test_a_fault_is_said_once_with_its_module_and_the_run_goes_on(tmp_path: Path
     assert ["verify_first" in records[step] for step in steps] == [True] + [False] * (len(steps) - 1)
     assert lacking(out, f"{2 - len(steps)} of 2 steps", *words) == []  # the report at the end
     assert not (folder / "run/verify").exists()
+
+
+@pytest.mark.rest
+def test_what_one_rank_cannot_compute_is_said_once(tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    (folder / "train.toml").write_text(SHORT)
+    (folder / "faults.py").write_text(FAULTS)
+    code, out, err = end(start(folder, "--nproc", "2", "--set", 'train.callbacks=["faults.py:Alone"]', *EVERY))
+    assert code == 0, out + err
+    words = "Step 2: one rank cannot compute it: OSError: no room for this"
+    assert (err.count(words), out.count(words)) == (1, 1), out + err
+    assert ["verify_failed" in record for record in metrics(folder)] == [False, True] * 2
+    assert not any("verified" in record for record in metrics(folder))
+
+
+@pytest.mark.rest
+def test_a_model_for_which_rank_0_has_no_memory_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    (folder / "train.toml").write_text(SHORT)
+    (folder / "limit.py").write_text(LIMIT)
+    code, out, err = end(start(folder, "--nproc", "2", "--set", 'train.callbacks=["limit.py:Limit"]', *EVERY))
+    assert (code, metrics(folder)) == (2, []), out + err
+    assert lacking(err, "train.verify_every", "rank 0's main memory", "remove it") == [], err
+
+
+LIMIT = """
+import resource, trueshard
+
+class Limit(trueshard.Callback):
+    def __init__(self):
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 18, resource.RLIM_INFINITY))
+"""
+
+
+def test_after_a_pass_a_model_is_as_before_it() -> None:
+    model = Counting()
+    model(torch.ones(3, 4)).sum().backward()
+    before = copy.deepcopy(model.state_dict()), [parameter.grad for parameter in model.parameters()]
+    with undisturbed(model):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(torch.randn(3, 4)).sum().backward()
+        assert not torch.equal(model.norm.running_mean, before[0]["norm.running_mean"])
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert model.calls == {"forward": 1}
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), before[1], strict=True))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(4), {"forward": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls["forward"] += 1
+        return self.norm(x).square()
+
+
+def test_what_one_rank_cannot_verify_is_refused_in_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(SHORT)
+    preference = ["train.verify_every=2", 'data.format="preference"']
+    with pytest.raises(UserError, match=r"verify_every.*without \[adapter\]"):
+        load_config(tmp_path / "train.toml", preference)
+    assert load_config(tmp_path / "train.toml", [*preference, "adapter.rank=4"]).train.verify_every == 2
