@@ -41,7 +41,6 @@ from trueshard.verification import compare
 from trueshard.verification.compare import FACTOR, FLOORS, Named, TensorStore, Tolerances
 from trueshard.verification.locating import Distances, distances, located_on, watch
 from trueshard.verification.modules import Measure, Writer
-from trueshard.verification.runs import shake
 from trueshard.verification.subjects import TrainingSetup
 
 
@@ -154,7 +153,7 @@ class StepVerifier(Callback):
         for name, value in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
             if is_shaken and name in own and own[name].requires_grad:
                 value = value.clone()
-                shake(value, torch.promote_types(value.dtype, torch.float32), random)
+                compare.shake(value, torch.promote_types(value.dtype, torch.float32), random)
             if name in own:
                 own[name].data.copy_(value)
         if plain is None:
