@@ -24,7 +24,7 @@ from trueshard.verification.subjects import Case, Subject, TrainingSetup, subjec
 from trueshard.verification.training import Microbatches, Progress, accumulate, microbatches_of, parts_here, train
 
 Distances = dict[str, tuple[float, float, float]]
-"""How far a gradient is apart, what it may be, and the factor between both, by name."""
+"""Name of a gradient → its distance, the allowed one, and the factor between both."""
 SOURCE = "modules"
 """Name of the reference's result, and of the folder of its tensors."""
 

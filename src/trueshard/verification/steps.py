@@ -49,7 +49,7 @@ class StepVerifier(Callback):
 
     def __init__(self, every: int, folder: Path) -> None:
         self._every, self._folder, self._record = every, folder / "verify", dict[str, Any]()
-        self._found: dict[str, Any] = {"steps": 0, "held": 0, "told": ""}
+        self._told = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Raise `UserError`, on every rank, for a model that one rank cannot hold or compute."""
@@ -80,16 +80,11 @@ class StepVerifier(Callback):
         record["seconds"] -= self._record.get("verify_seconds", 0.0)
         self._record = {}
 
-    def on_end(self, trainer: Trainer) -> None:
-        if trainer.rank == 0:
-            words = "{held} of {steps} steps are what one rank computes without sharding. {told}"
-            print(f"train.verify_every: {words.format(**self._found)}", flush=True)
-
     def state_dict(self) -> dict[str, Any]:
-        return self._found
+        return {"told": self._told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._found = dict(state)
+        self._told = state["told"]
 
     def _verified(self, batch: Any) -> dict[str, Any]:
         """Return what goes into the record of the step. Collective."""
@@ -103,15 +98,13 @@ class StepVerifier(Callback):
         wrong = any(not apart <= allowed for apart, allowed, _ in found.values())
         loss, largest = found.pop("", (0.0,))[0], max((apart for apart, *_ in found.values()), default=0.0)
         failure, wrong, loss, largest = _from_first((self._failure, wrong, loss, largest))
-        self._found["steps"] += 1
-        self._found["held"] += not (failure or wrong)
         record = {"verified": not wrong, "verify_loss": loss, "verify_gradients": largest}
         record = {"verify_failed": failure} if failure else record
-        if (failure or wrong) and not self._found["told"]:
-            told = f"one rank cannot compute it: {failure}" if failure else self._first(batch, values)
-            self._found["told"] = record["verify_first"] = f"Step {trainer.step + 1}: {_from_first(told)}"
+        if (failure or wrong) and not self._told:
+            told = _from_first(f"one rank cannot compute it: {failure}" if failure else self._first(batch, values))
+            record["verify_first"], self._told = told, True
             if trainer.rank == 0:
-                logger.warning("train.verify_every: %s (said once; metrics.jsonl has every step)", self._found["told"])
+                logger.warning("train.verify_every, step %d, said once: %s", trainer.step + 1, told)
         self._plain = None
         return record
 

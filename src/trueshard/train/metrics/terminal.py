@@ -203,6 +203,13 @@ def incidents_line(records: Sequence[dict[str, Any]]) -> str:
     return f"{len(lost)} {word}, {waited:.1f} s until steps went on; goodput {steps / max(steps + waited, 1e-9):.1%}"
 
 
+def verified_line(records: Sequence[dict[str, Any]]) -> str:
+    """Describe what `train.verify_every` has found; "" if it was left out."""
+    held = [record.get("verified", False) for record in records if "verify_seconds" in record]
+    first = "".join(f". Step {one['step']}: {one['verify_first']}" for one in records if "verify_first" in one)
+    return f"{sum(held)} of {len(held)} verified steps are those of one unsharded rank{first}" if held else ""
+
+
 def _final_reward(records: Sequence[dict[str, Any]]) -> str:
     """Describe the reward: its mean in the first steps and in the last, and evaluations, also that before training."""
     taken = [record for record in records if "reward" in record]

@@ -147,7 +147,7 @@ def _finish(ready: Ready, trainer: Trainer) -> None:
     draw_result(records, entropy, folder)
     unit = getattr(trainer.loss, "unit", "token")
     print(f"\n{terminal.final_line(records, entropy, unit)}")
-    if line := terminal.incidents_line(records):
+    for line in filter(None, (terminal.incidents_line(records), terminal.verified_line(records))):
         print(line)
     if trainer.stopped:
         print(f"Ended after step {trainer.step}: {trainer.stopped}")
