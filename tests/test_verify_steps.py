@@ -71,7 +71,7 @@ def test_a_run_that_is_verified_has_the_bits_that_it_has_without(tmp_path: Path,
     assert [record["step"] for record in found] == [2, 4]
     assert all(record.get("verified") for record in found), found
     bound = 1e-2 if "bf16" in str(options) else 1e-5
-    assert all(record["verify_loss"] < bound and record["verify_gradients"] < 4 * bound for record in found), found
+    assert all(record["verify_difference"] < 4 * bound for record in found), found
 
 
 FAULTS = """
@@ -152,7 +152,7 @@ def test_what_one_rank_cannot_compute_is_said_once(tmp_path: Path) -> None:
     (folder / "faults.py").write_text(FAULTS)
     code, out, err = end(start(folder, "--nproc", "2", "--set", 'train.callbacks=["faults.py:Alone"]', *EVERY))
     assert code == 0, out + err
-    words = "one rank cannot compute it: OSError: no room for this"
+    words = "one rank cannot compute it: no room for this"
     assert (err.count(words), out.count(words)) == (1, 1), out + err
     assert ["verify_failed" in record for record in metrics(folder)] == [False, True] * 2
     assert not any("verified" in record for record in metrics(folder))

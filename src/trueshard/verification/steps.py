@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trueshard import _torch
@@ -35,7 +34,7 @@ from trueshard.sharding.engine import sharded
 from trueshard.sharding.gathering import cast_as_units_do, plain_attributes
 from trueshard.text import logger, size
 from trueshard.train.callbacks import Callback
-from trueshard.train.reducing import over_ranks
+from trueshard.train.rl.ranks import on_first_rank
 from trueshard.train.trainer import Trainer
 from trueshard.verification import compare
 from trueshard.verification.compare import FACTOR, FLOORS, Named, TensorStore, Tolerances
@@ -48,20 +47,19 @@ class StepVerifier(Callback):
     """Verifies every ``every``-th step before it is taken; adds what it finds to the step's record."""
 
     def __init__(self, every: int, folder: Path) -> None:
-        self._every, self._folder, self._record = every, folder / "verify", dict[str, Any]()
-        self._told = False
+        self._every, self._folder, self._told, self._record = every, folder / "verify", False, dict[str, Any]()
 
     def on_start(self, trainer: Trainer) -> None:
         """Raise `UserError`, on every rank, for a model that one rank cannot hold or compute."""
-        self._trainer, own = trainer, getattr(trainer.loss, "__dict__", {}).values()
-        self._loss: Any = copy.deepcopy(trainer.loss, {id(part): part for part in own if isinstance(part, nn.Module)})
+        self._trainer, self._runtime = trainer, sharded(trainer.model)
+        own = [part for part in getattr(trainer.loss, "__dict__", {}).values() if isinstance(part, nn.Module)]
+        self._loss: Any = copy.deepcopy(trainer.loss, {id(part): part for part in own})
         if any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
             raise UserError("train.verify_every computes on one rank alone, and nn.SyncBatchNorm on all; remove it")
         with explained("train.verify_every", "remove it"):
-            _copied(trainer.model, trainer.device)
+            self._copied()
         needed = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in trainer.model.parameters())
-        free = min(psutil.virtual_memory().available, memory_of_process(1))
-        if over_ranks([trainer.rank == 0 and needed > free], trainer.device)[0]:
+        if needed > on_first_rank(lambda: min(psutil.virtual_memory().available, memory_of_process(1))):
             what = f"the whole model and its gradients take {size(needed)} of rank 0's main memory, which has less"
             raise UserError(f"train.verify_every: {what}; remove it, or run `trueshard verify` with --layers")
 
@@ -69,9 +67,7 @@ class StepVerifier(Callback):
         if (trainer.step + 1) % self._every == 0:
             began, state = time.perf_counter(), random_state()
             batch = next((batch for batch in microbatches if self._loss.count(batch)), None)
-            batch = _from_first(_torch.to_device(batch, "cpu"))
-            lacking: dict[str, Any] = {"verify_failed": "no microbatch of rank 0 has a target"}
-            self._record = lacking if batch is None else self._verified(batch)
+            self._record = self._verified(on_first_rank(lambda: _torch.to_device(batch, "cpu")))
             set_random_state(*state)
             self._record["verify_seconds"] = time.perf_counter() - began
 
@@ -88,87 +84,104 @@ class StepVerifier(Callback):
 
     def _verified(self, batch: Any) -> dict[str, Any]:
         """Return what goes into the record of the step. Collective."""
-        trainer, self._failure = self._trainer, ""
-        model = _copied(trainer.model, trainer.device) if trainer.rank == 0 else None
-        self._plain = None if model is None else TrainingSetup(model, [], self._loss, trainer.scaler)
-        values, again = self._computed(batch), self._computed(batch, is_shaken=True)
-        both = values.keys() & again.keys()
-        noise = {("gradients", 1, name): compare.distance(again[name], values[name])[1] for name in both}
-        found = self._distances(batch, values, self._tolerances(noise))
-        wrong = any(not apart <= allowed for apart, allowed, _ in found.values())
-        loss, largest = found.pop("", (0.0,))[0], max((apart for apart, *_ in found.values()), default=0.0)
-        failure, wrong, loss, largest = _from_first((self._failure, wrong, loss, largest))
-        record = {"verified": not wrong, "verify_loss": loss, "verify_gradients": largest}
-        record = {"verify_failed": failure} if failure else record
-        if (failure or wrong) and not self._told:
-            told = _from_first(f"one rank cannot compute it: {failure}" if failure else self._first(batch, values))
+        if batch is None:
+            return {"verify_failed": "no microbatch of rank 0 has a target"}
+        plain = self._copied() if self._trainer.rank == 0 else None
+        try:
+            values, again = self._computed(plain, batch), self._computed(plain, batch, is_shaken=True)
+        except Exception as error:  # on every rank, if rank 0 cannot compute
+            record: dict[str, Any] = {"verify_failed": one_line(error)}
+            told = f"one rank cannot compute it: {one_line(error)}"
+        else:
+            noise = {("gradients", 1, name): compare.distance(again[name], values[name])[1] for name in values}
+            found = self._distances(batch, values, self._tolerances(noise))
+            largest = max((apart for apart, *_ in found.values()), default=0.0)
+            wrong = not all(apart <= allowed for apart, allowed, _ in found.values())
+            largest, wrong = on_first_rank(lambda: (largest, wrong))
+            record = {"verified": not wrong, "verify_difference": largest}
+            told = self._first(plain, batch, values) if wrong and not self._told else ""
+        if told and not self._told:
             record["verify_first"], self._told = told, True
-            if trainer.rank == 0:
-                logger.warning("train.verify_every, step %d, said once: %s", trainer.step + 1, told)
-        self._plain = None
+            if self._trainer.rank == 0:
+                logger.warning("train.verify_every, step %d, said once: %s", self._trainer.step + 1, told)
         return record
 
-    def _first(self, batch: Any, expected: Named) -> str:
+    def _first(self, plain: nn.Module | None, batch: Any, expected: Named) -> str:
         """Return where the sharded model leaves the plain one first, in words. Collective."""
-        runtime, store = sharded(self._trainer.model), TensorStore(self._folder)
+        compiles, store = self._runtime.plan.compile, TensorStore(self._folder)
         # Hooks of modules are not called in compiled code.
-        with torch.compiler.set_stance("force_eager" if runtime.plan.compile else "default"):
-            self._computed(batch, Writer(store, 1))
+        with torch.compiler.set_stance("force_eager" if compiles else "default"):
+            self._computed(plain, batch, Writer(store, 1))
             noise = Measure(store, 1)
-            self._computed(batch, noise, is_shaken=True)
-            tolerances, measure = _from_first(self._tolerances(noise.noise)), Measure(store, 1)
-            sink = None if "context" in runtime.axes.along else measure  # its modules return parts
+            self._computed(plain, batch, noise, is_shaken=True)
+            tolerances, measure = on_first_rank(lambda: self._tolerances(noise.noise)), Measure(store, 1)
+            sink = None if "context" in self._runtime.axes.along else measure  # its modules return parts
             found = self._distances(batch, expected, tolerances, sink)
         found.pop("", None)
         source = f": {FACTOR:g} times what rounding errors change of it"
         result = located_on(measure, tolerances, False, found, self._trainer.step + 1, source)
         shutil.rmtree(self._folder, ignore_errors=True)
-        others = "and nothing does without compiling" if runtime.plan.compile else "and no module does, when run again"
+        others = "and nothing does without compiling" if compiles else "and no module does, when run again"
         return str(result or f"the loss or a gradient differs, {others}")
 
     def _tolerances(self, noise: dict[tuple[str, int, str], float]) -> Tolerances:
-        parameters = [] if self._plain is None else self._plain.model.parameters()
-        floors = [FLOORS.get(parameter.dtype, 0.0) for parameter in parameters if parameter.requires_grad]
-        return Tolerances(noise, max(floors, default=FLOORS[torch.float32]), {})
+        computed = {self._runtime.compute_dtype or p.dtype for p in self._trainer.model.parameters() if p.requires_grad}
+        return Tolerances(noise, max(FLOORS.get(dtype, FLOORS[torch.float32]) for dtype in computed), {})
 
     def _distances(self, batch: Any, expected: Named, tolerances: Tolerances, sink: Any = None) -> Distances:
         """Compute sharded; return how far loss ("") and gradients are from those ``expected`` here. Collective."""
-        trainer = self._trainer
-        setup = TrainingSetup(trainer.model, [], self._loss, trainer.scaler, sharded(trainer.model).plan)
-        with undisturbed(trainer.model):
-            values = self._results(setup, batch, sink)
+        with undisturbed(self._trainer.model):
+            values = self._results(self._trainer.model, batch, sink)
             return distances(values, expected, expected.__getitem__, tolerances, 1)
 
-    def _computed(self, batch: Any, sink: Any = None, *, is_shaken: bool = False) -> Named:
+    def _computed(self, plain: nn.Module | None, batch: Any, sink: Any = None, *, is_shaken: bool = False) -> Named:
         """Compute on rank 0, perhaps a rounding error away; return loss ("") and gradients there. Collective."""
-        plain, random = self._plain, torch.Generator().manual_seed(0)
-        own = {name: t for name, *_, t in names.named_tensors(plain.model, "parameters")} if plain else {}
+        result: Named = {}
+        own = {} if plain is None else {name: tensor for name, *_, tensor in names.named_tensors(plain, "parameters")}
+        random = torch.Generator().manual_seed(0)
         for name, value in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
             if is_shaken and name in own and own[name].requires_grad:
                 value = value.clone()
                 compare.shake(value, torch.promote_types(value.dtype, torch.float32), random)
             if name in own:
                 own[name].data.copy_(value)
-        if plain is None:
-            return {}
-        is_host = self._trainer.device.type == "cpu"
-        waiting = contextlib.nullcontext() if is_host else torch.autograd.graph.save_on_cpu()
-        try:
-            with undisturbed(plain.model), waiting:
-                return self._results(plain, batch, sink)
-        except Exception as error:  # the other ranks wait for this one
-            self._failure = f"{type(error).__name__}: {one_line(error)}"
-            return {}
 
-    def _results(self, setup: TrainingSetup, batch: Any, sink: Any) -> Named:
+        def compute() -> None:
+            assert plain is not None
+            is_host = self._trainer.device.type == "cpu"
+            waiting = contextlib.nullcontext() if is_host else torch.autograd.graph.save_on_cpu()
+            with undisturbed(plain), waiting:
+                result.update(self._results(plain, batch, sink))
+
+        on_first_rank(compute)
+        return result
+
+    def _results(self, model: nn.Module, batch: Any, sink: Any) -> Named:
+        plan = self._runtime.plan if model is self._trainer.model else None
+        setup = TrainingSetup(model, [], self._loss, self._trainer.scaler, plan)
         loss = torch.tensor(watch(setup, sink, [(0, 0, batch)], self._trainer.step, 0), dtype=torch.float64)
-        return {"": loss} | compare.values_of("gradients", setup.model)
+        return {"": loss} | compare.values_of("gradients", model)
+
+    def _copied(self) -> nn.Module:
+        """Return a copy as before sharding, in the compute dtype, whose weights, without values, rest on the host."""
+
+        def made(parameter: torch.Tensor) -> nn.Parameter:
+            dtype = self._runtime.compute_dtype if parameter.is_floating_point() else None
+            return nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype), parameter.requires_grad)
+
+        result: nn.Module = copy_modules(self._runtime, self._runtime.root, made, {})
+        modules = dict(names.named_modules(result))
+        for module in modules.values():
+            own: Any = _torch.own_parameters(module)
+            resting = {name: parameter for name, parameter in own.items() if parameter is not None}
+            module.register_forward_pre_hook(functools.partial(_fetch, own, resting, self._trainer.device))
+            module.register_forward_hook(functools.partial(_fetch, own, resting, "cpu"), always_call=True)
+        cast_as_units_do(self._runtime, modules)
+        return result
 
 
-def _from_first(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _fetch(own: Any, resting: Any, device: Any, *_: Any) -> None:
+    own.update({name: parameter.to(device) for name, parameter in resting.items()})
 
 
 @contextlib.contextmanager
@@ -186,26 +199,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(values)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _copied(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy as before sharding, in the compute dtype, whose weights, without values, rest on the host."""
-    runtime = sharded(model)
-
-    def made(parameter: torch.Tensor) -> nn.Parameter:
-        dtype = runtime.compute_dtype if parameter.is_floating_point() else None
-        return nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype), parameter.requires_grad)
-
-    result: nn.Module = copy_modules(runtime, runtime.root, made, {})
-    modules = dict(names.named_modules(result))
-    for module in modules.values():
-        own: Any = _torch.own_parameters(module)
-        resting = {name: parameter for name, parameter in own.items() if parameter is not None}
-        module.register_forward_pre_hook(functools.partial(_fetch, own, resting, device))
-        module.register_forward_hook(functools.partial(_fetch, own, resting, "cpu"), always_call=True)
-    cast_as_units_do(runtime, modules)
-    return result
-
-
-def _fetch(own: Any, resting: Any, device: Any, *_: Any) -> None:
-    own.update({name: parameter.to(device) for name, parameter in resting.items()})

@@ -260,19 +260,14 @@ def _verifying(config: Config, settings: Any, study: Study, hardware: Hardware) 
     """Return `train.verify_every` on rank 0: a sharded pass, and two of a whole copy, which rests on the host."""
     if (every := config.train.verify_every) is None:
         return []
-    mixed, forecast, stays = study.plan.mixed_precision, study.forecast, _resident_bytes(study)
-    compute = getattr(torch, mixed.compute) if mixed is not None and mixed.compute else None
-    copied = {"copy": 0, "gradients": 0}
-    for parameter in empty(config, settings).parameters():
-        taken = parameter.numel() * (compute if compute and parameter.is_floating_point() else parameter.dtype).itemsize
-        copied["copy"] += taken
-        copied["gradients"] += 2 * taken * parameter.requires_grad
-    needs, host = {"step": forecast.peak_live_bytes - stays}, sum(copied.values())
+    model, forecast = empty(config, settings), study.forecast
+    host = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in model.parameters())
     seconds = (1 + 2 * forecast.ranks / config.shard.readers(forecast.ranks)) * forecast.step_seconds
     seconds = seconds / forecast.accumulation + 2 * host / hardware.host_bandwidth * hardware.streams
-    needs |= {} if hardware.streams else copied
-    notes = (f"every {every:,} steps", f"{size(host)} of rank 0's main memory for an unsharded copy")
-    return [StepPhase("verifying", stays + sum(needs.values()), seconds, needs, notes, every)]
+    needs = {"step": forecast.peak_live_bytes - _resident_bytes(study)} | ({} if hardware.streams else {"copy": host})
+    notes = (f"every {every:,} steps", f"{size(host)} of rank 0's main memory for an unsharded copy and its gradients")
+    live = _resident_bytes(study) + sum(needs.values())
+    return [StepPhase("verifying", live, seconds, needs, notes, every)]
 
 
 # What becomes of a forecast

@@ -246,9 +246,9 @@ def build_trainer(
         callbacks = run.with_samples(loader, config, callbacks)
     # Before the reporters: the hash goes into the metrics, and a replica that differs ends the run before it is saved.
     if config.log.hash_every is not None:
-        callbacks.insert(0, StateHashes(config.log.hash_every))
+        callbacks.insert(0, Every(config.log.hash_every, _hash_of_state))
     if train.watch_replicas is not None:
-        callbacks.insert(0, ReplicaWatch(train.watch_replicas))
+        callbacks.insert(0, Every(train.watch_replicas, lambda it: check_replicas(it.model, it.optimizer)))
     if train.verify_every is not None:  # by its name: verification, which trains, is above
         kind = import_module("trueshard.verification.steps").StepVerifier
         callbacks.insert(0, kind(train.verify_every, ready.folder))
@@ -391,23 +391,16 @@ def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Cal
     ]
 
 
-class StateHashes(Callback):
-    """Add ``state_hash`` to the record of every ``every``-th step, the same at any number of ranks."""
+class Every(Callback):
+    """After every ``every``-th step, add what ``measure`` returns to its record."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.step % self._every == 0:
-            record["state_hash"] = state_hash(trainer.model, trainer.optimizer).total
-
-
-class ReplicaWatch(Callback):
-    """Compare replicas after every ``every``-th step, before it is saved; a difference raises ``ReplicasDiffer``."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, every: int, measure: Callable[[Trainer], dict[str, Any] | None]) -> None:
+        self._every, self._measure = every, measure
 
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if trainer.step % self._every == 0:
-            check_replicas(trainer.model, trainer.optimizer)
+            record |= self._measure(trainer) or {}
+
+
+def _hash_of_state(trainer: Trainer) -> dict[str, Any]:
+    return {"state_hash": state_hash(trainer.model, trainer.optimizer).total}
