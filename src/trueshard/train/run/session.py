@@ -392,7 +392,7 @@ def _reporters(ready: Ready, model: nn.Module, device: torch.device) -> list[Cal
 
 
 class Every(Callback):
-    """After every ``every``-th step, add what ``measure`` returns to its record."""
+    """Add what ``measure`` returns after every ``every``-th step to its record."""
 
     def __init__(self, every: int, measure: Callable[[Trainer], dict[str, Any] | None]) -> None:
         self._every, self._measure = every, measure
