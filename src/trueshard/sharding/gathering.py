@@ -72,20 +72,13 @@ class GatheredCopy:
             raise TrueShardValueError(
                 "the model is on the meta device and has no values to gather: load or initialise it first"
             )
-        compute, device = runtime.compute_dtype, device_of(runtime.mesh)
-
-        def made(parameter: torch.Tensor) -> nn.Parameter:
-            dtype = compute if compute is not None and parameter.is_floating_point() else parameter.dtype
-            return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False)
-
         with torch.inference_mode(False):
-            self.module: Any = copy_modules(runtime, root, made, {}).eval()
+            self.module: Any = unsharded_copy(runtime, device_of(runtime.mesh), trains=False).eval()
         """The copy; it is the same object after ``update``."""
         originals, copies = (dict(names.named_modules(model)) for model in (root, self.module))
         # Module of the sharded model → its copy; and its settings when they were last copied, to see what changed.
         self._twins = {originals[name]: twin for name, twin in copies.items()}
         self._settings = {module: copy.deepcopy(plain_attributes(module)) for module in self._twins}
-        cast_as_units_do(runtime, copies)
         self.update()
 
     @torch.no_grad()
@@ -141,14 +134,23 @@ class GatheredCopy:
             before.update(copy.deepcopy(changed))
 
 
-def cast_as_units_do(runtime: Runtime, copies: dict[str, nn.Module]) -> None:
-    """Cast what goes into and out of the modules of a unit, as FSDP2 does; ``copies``: of all modules, by name."""
-    mixed = runtime.plan.mixed_precision
-    if mixed is None:
-        return
-    inputs = getattr(torch, mixed.compute) if mixed.compute and mixed.cast_inputs else None
-    output = getattr(torch, mixed.output) if mixed.output else None
-    for unit in runtime.plan.units:
+def unsharded_copy(runtime: Runtime, device: torch.device | str, *, trains: bool) -> nn.Module:
+    """Return a copy as before sharding, without values, that computes in the dtypes in which FSDP2 does.
+
+    ``trains``: its parameters require gradients as the model's do.
+    """
+
+    def made(parameter: torch.Tensor) -> nn.Parameter:
+        dtype = runtime.compute_dtype if parameter.is_floating_point() else None
+        whole = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+        return nn.Parameter(whole, requires_grad=trains and parameter.requires_grad)
+
+    result: nn.Module = copy_modules(runtime, runtime.root, made, {})
+    copies, mixed = dict(names.named_modules(result)), runtime.plan.mixed_precision
+    inputs = getattr(torch, mixed.compute) if mixed and mixed.compute and mixed.cast_inputs else None
+    output = getattr(torch, mixed.output) if mixed and mixed.output else None
+    # What goes into and out of the modules of a unit is cast.
+    for unit in runtime.plan.units if mixed is not None else ():
         if unit.kind == "experts":
             continue
         for module in (copies[name] for name in unit.modules):
@@ -158,6 +160,7 @@ def cast_as_units_do(runtime: Runtime, copies: dict[str, nn.Module]) -> None:
             if unit.kind in ("root", "block") and len(unit.modules) == 1:
                 for method in methods.methods_that_compute(module):
                     module.__dict__[method] = casts.around(getattr(module, method))
+    return result
 
 
 class _Casts:

@@ -29,9 +29,8 @@ from trueshard.errors import UserError, explained, one_line
 from trueshard.machine import memory_of_process
 from trueshard.model import names
 from trueshard.sharding.activation_checkpointing import values_of_buffers, write_buffers
-from trueshard.sharding.copying import copy_modules
 from trueshard.sharding.engine import sharded
-from trueshard.sharding.gathering import cast_as_units_do, plain_attributes
+from trueshard.sharding.gathering import plain_attributes, unsharded_copy
 from trueshard.text import logger, size
 from trueshard.train.callbacks import Callback
 from trueshard.train.rl.ranks import on_first_rank
@@ -163,20 +162,13 @@ class StepVerifier(Callback):
         return {"": loss} | compare.values_of("gradients", model)
 
     def _copied(self) -> nn.Module:
-        """Return a copy as before sharding, in the compute dtype, whose weights, without values, rest on the host."""
-
-        def made(parameter: torch.Tensor) -> nn.Parameter:
-            dtype = self._runtime.compute_dtype if parameter.is_floating_point() else None
-            return nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype), parameter.requires_grad)
-
-        result: nn.Module = copy_modules(self._runtime, self._runtime.root, made, {})
-        modules = dict(names.named_modules(result))
-        for module in modules.values():
+        """Return a copy whose weights, without values, rest on the host; a module fetches its own for its forward."""
+        result = unsharded_copy(self._runtime, "cpu", trains=True)
+        for module in result.modules():
             own: Any = _torch.own_parameters(module)
             resting = {name: parameter for name, parameter in own.items() if parameter is not None}
             module.register_forward_pre_hook(functools.partial(_fetch, own, resting, self._trainer.device))
             module.register_forward_hook(functools.partial(_fetch, own, resting, "cpu"), always_call=True)
-        cast_as_units_do(self._runtime, modules)
         return result
 
 
