@@ -55,12 +55,12 @@ class StepVerifier(Callback):
         self._loss: Any = copy.deepcopy(trainer.loss, {id(part): part for part in own})
         if any(isinstance(module, nn.SyncBatchNorm) for module in trainer.model.modules()):
             raise UserError("train.verify_every computes on one rank alone, and nn.SyncBatchNorm on all; remove it")
-        with explained("train.verify_every", "remove it"):
-            self._copied()
         needed = sum(p.numel() * p.itemsize * (1 + 2 * p.requires_grad) for p in trainer.model.parameters())
         if needed > on_first_rank(lambda: min(psutil.virtual_memory().available, memory_of_process(1))):
             what = f"the whole model and its gradients take {size(needed)} of rank 0's main memory, which has less"
             raise UserError(f"train.verify_every: {what}; remove it, or run `trueshard verify` with --layers")
+        with explained("train.verify_every", "remove it"):
+            self._copied()
 
     def on_batch(self, trainer: Trainer, microbatches: list[Any]) -> None:
         if (trainer.step + 1) % self._every == 0:
