@@ -16,7 +16,7 @@ import typer
 
 import trueshard
 from trueshard.cli import planning
-from trueshard.cli.options import Json, Nproc, Optimizer, Overrides, PlanFile, Tokens, takes_options
+from trueshard.cli.options import Json, Nproc, Optimizer, Overrides, PlanFile, Tokens, count, flag, takes_options, word
 from trueshard.errors import UserError, refused
 from trueshard.launching import STOPPED
 from trueshard.machine import PROCESSES_PER_CORE, cpu_cores
@@ -48,14 +48,12 @@ def train(
     nproc: Nproc = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read the data, print the configuration and the plan, and write nothing.")
+        bool, flag("--dry-run", "Read the data, print the configuration and the plan, and write nothing.")
     ] = False,
-    hardware: Annotated[
-        str | None, typer.Option(help="With --dry-run: a device of the planner's catalogue.", metavar="NAME")
-    ] = None,
+    hardware: Annotated[str | None, word("With --dry-run: a device of the planner's catalogue.", "NAME")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Record a few steps as a trace of each rank.")] = False,
     override: Annotated[
-        bool, typer.Option("--override", help="Resume although settings differ that decide what the steps mean.")
+        bool, flag("--override", "Resume although settings differ that decide what the steps mean.")
     ] = False,
 ) -> None:
     """Train a language model; started again, go on from its last checkpoint.
@@ -135,9 +133,7 @@ def replay(
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or their metrics.jsonl.", metavar="RUN…")],
-    out: Annotated[
-        Path | None, typer.Option(help="A .png or .html file; left out: both, with the run.", metavar="FILE")
-    ] = None,
+    out: Annotated[Path | None, word("A .png or .html file; left out: both, with the run.", "FILE")] = None,
 ) -> None:
     """Draw the curves of one or more runs, as PNG and as a page; of a run with answers, a page of them too."""
     from trueshard.train.metrics.curves import plot as draw
@@ -169,7 +165,7 @@ def convert(
             metavar="NAME",
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes of the run.", metavar="N", min=1)] = None,
+    ranks: Annotated[int | None, count("Processes of the run.")] = None,
     out: Annotated[Path | None, typer.Option(help="The TOML file to write.", metavar="FILE")] = None,
 ) -> None:
     """Turn another framework's configuration into one for `trueshard train`, and say what became of each key.
@@ -217,9 +213,7 @@ def verify(
     ],
     more: Annotated[list[str] | None, typer.Argument(help="Another recording, or arguments of the script.")] = None,
     nproc: Annotated[int, typer.Option("--nproc", help="Processes to hold against one.", metavar="N", min=1)] = 2,
-    layers: Annotated[
-        int | None, typer.Option(help="Keep so many blocks of each list of blocks.", metavar="N", min=1)
-    ] = None,
+    layers: Annotated[int | None, count("Keep so many blocks of each list of blocks.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.", metavar="N", min=2)] = 4,
     seed: Annotated[int, typer.Option(help="What everything random begins with.", metavar="N")] = 0,
     overrides: Overrides = None,
@@ -337,9 +331,7 @@ def check(checkpoint: Checkpoint) -> None:
 def inspect(
     checkpoint: Checkpoint,
     other: Annotated[str | None, typer.Argument(help="Another, to say what differs.", metavar="[OTHER]")] = None,
-    read: Annotated[
-        bool, typer.Option("--bytes", help="Compare tensors by their bytes, not by saved checksums.")
-    ] = False,
+    read: Annotated[bool, flag("--bytes", "Compare tensors by their bytes, not by saved checksums.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what is in a checkpoint or a Hugging Face directory, or what differs between two."""

@@ -27,6 +27,21 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def count(what: str) -> Any:
+    """Return an option that is a whole number; its default needs no words."""
+    return typer.Option(help=what, metavar="N", min=1, show_default=False)
+
+
+def word(what: str, metavar: str) -> Any:
+    """Return an option that is a text; its default needs no words."""
+    return typer.Option(help=what, metavar=metavar, show_default=False)
+
+
+def flag(name: str, what: str) -> Any:
+    """Return an option that is on or off."""
+    return typer.Option(name, help=what, show_default=False)
+
+
 def spread(
     name: str, parameters: Iterable[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trueshard.cli import offers
-from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, spread, takes_options
+from trueshard.cli.options import Json, Optimizer, Overrides, PlanFile, Tokens, count, flag, spread, takes_options, word
 from trueshard.errors import UserError, refused
 from trueshard.files import replace_text
 from trueshard.planner.inputs import architectures
@@ -29,16 +29,8 @@ if TYPE_CHECKING:
     from trueshard.planner.workload import Study
 
 
-def _count(what: str) -> Any:
-    return typer.Option(help=what, metavar="N", min=1, show_default=False)
-
-
-def _word(what: str, metavar: str) -> Any:
-    return typer.Option(help=what, metavar=metavar, show_default=False)
-
-
 def _dtype(what: str) -> Any:
-    return _word(f"{what}: bf16, fp16 or fp32.", "DTYPE")
+    return word(f"{what}: bf16, fp16 or fp32.", "DTYPE")
 
 
 def _listed() -> str:
@@ -61,49 +53,33 @@ def _arguments(
     model: Annotated[str, typer.Argument(help=_MODEL + _listed(), metavar="MODEL")] = "",
     hardware: Annotated[str, typer.Option(help="A device of the catalogue, or a TOML file.", metavar="NAME")] = "h100",
     ranks: Annotated[Any, typer.Option(parser=offers.counts, help="Processes, one a device.", metavar="N")] = "8",
-    ranks_per_node: Annotated[int | None, _count("Devices of a node.")] = None,
-    link: Annotated[str | None, _word("Link inside a node: nvlink4, pcie5, …, or a rate of a device.", "WORD")] = None,
-    network: Annotated[str | None, _word("Rate of a device between nodes, such as 400Gb.", "RATE")] = None,
-    replicate: Annotated[int | None, _count("Whole copies of the model, each over a part of the ranks.")] = None,
+    ranks_per_node: Annotated[int | None, count("Devices of a node.")] = None,
+    link: Annotated[str | None, word("Link inside a node: nvlink4, pcie5, …, or a rate of a device.", "WORD")] = None,
+    network: Annotated[str | None, word("Rate of a device between nodes, such as 400Gb.", "RATE")] = None,
+    replicate: Annotated[int | None, count("Whole copies of the model, each over a part of the ranks.")] = None,
     sequence: Tokens = None,
-    microbatch: Annotated[int | None, _count("Samples of a rank in one forward.")] = None,
-    accumulation: Annotated[int | None, _count("Microbatches a step.")] = None,
-    global_batch: Annotated[int | None, _count("Samples of all ranks in a step.")] = None,
+    microbatch: Annotated[int | None, count("Samples of a rank in one forward.")] = None,
+    accumulation: Annotated[int | None, count("Microbatches a step.")] = None,
+    global_batch: Annotated[int | None, count("Samples of all ranks in a step.")] = None,
     param_dtype: Annotated[str | None, _dtype("What units compute in")] = None,
     reduce_dtype: Annotated[str | None, _dtype("What gradients are reduced in")] = None,
     storage_dtype: Annotated[str | None, _dtype("What parameters are stored in")] = None,
     optimizer: Optimizer = None,
-    memory: Annotated[
-        str | None, typer.Option(help="What torch may reserve on a rank, such as 70GiB.", metavar="SIZE")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Main memory of a node, such as 512GiB.", metavar="SIZE", show_default=False)
-    ] = None,
-    offload: Annotated[
-        str | None, typer.Option(help="none, cpu, or auto (left out: if nothing else fits).", metavar="WORD")
-    ] = None,
+    memory: Annotated[str | None, word("What torch may reserve on a rank, such as 70GiB.", "SIZE")] = None,
+    host_memory: Annotated[str | None, word("Main memory of a node, such as 512GiB.", "SIZE")] = None,
+    offload: Annotated[str | None, word("none, cpu, or auto (left out: if nothing else fits).", "WORD")] = None,
     options: dict[str, Any],
     sequence_parallel: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="With --tensor: cut what lies between matrices by tokens."),
+        bool, flag("--sequence-parallel", "With --tensor: cut what lies between matrices by tokens.")
     ] = False,
     pipeline: Annotated[
         int, typer.Option(help="Stages of a pipeline, of --accumulation microbatches.", metavar="N", min=1)
     ] = 1,
-    schedule: Annotated[
-        str | None, typer.Option(help="1f1b, gpipe or interleaved.", metavar="WORD", show_default=False)
-    ] = None,
+    schedule: Annotated[str | None, word("1f1b, gpipe or interleaved.", "WORD")] = None,
     virtual: Annotated[int, typer.Option(help="Chunks of blocks a rank (interleaved).", metavar="N", min=1)] = 1,
-    axes: Annotated[
-        bool, typer.Option("--axes", help="Choose tensor, context, experts and pipeline, too.", show_default=False)
-    ] = False,
+    axes: Annotated[bool, flag("--axes", "Choose tensor, context, experts and pipeline, too.")] = False,
     thorough: Annotated[
-        bool,
-        typer.Option(
-            "--thorough",
-            help="Study plans until none is expected to be faster, however long it takes.",
-            show_default=False,
-        ),
+        bool, flag("--thorough", "Study plans until none is expected to be faster, however long it takes.")
     ] = False,
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest rank's experts over their mean.", metavar="FACTOR", min=1.0)
@@ -165,21 +141,18 @@ def plan(
     out: Out = None,
     html: Html = None,
     sliders: Annotated[
-        bool,
-        typer.Option(
-            "--sliders", help="With --html: the same plan at other ranks, lengths, microbatches.", show_default=False
-        ),
+        bool, flag("--sliders", "With --html: the same plan at other ranks, lengths, microbatches.")
     ] = False,
-    price: Annotated[str | None, _word("Money for an hour of a device, or a TOML file: a line each.", "MONEY")] = None,
-    tokens: Annotated[float | None, _word("Tokens of a whole run, such as 2e12, for what it costs.", "N")] = None,
-    samples: Annotated[float | None, _word("Samples of a whole run, likewise.", "N")] = None,
-    lora: Annotated[str | None, _word("Train a LoRA adapter of this rank, the model frozen.", "N")] = None,
-    method: Annotated[str | None, _word("full; or qlora: below the adapter 4 bits.", "WORD")] = None,
+    price: Annotated[str | None, word("Money for an hour of a device, or a TOML file: a line each.", "MONEY")] = None,
+    tokens: Annotated[float | None, word("Tokens of a whole run, such as 2e12, for what it costs.", "N")] = None,
+    samples: Annotated[float | None, word("Samples of a whole run, likewise.", "N")] = None,
+    lora: Annotated[str | None, word("Train a LoRA adapter of this rank, the model frozen.", "N")] = None,
+    method: Annotated[str | None, word("full; or qlora: below the adapter 4 bits.", "WORD")] = None,
     compare: Annotated[
         str | None,
-        _word("Compare these devices (h100,h200) by what a run costs; also of --ranks, --lora, --method.", "NAMES"),
+        word("Compare these devices (h100,h200) by what a run costs; also of --ranks, --lora, --method.", "NAMES"),
     ] = None,
-    hours: Annotated[float | None, _word("With --compare: hours in which the run must end.", "N")] = None,
+    hours: Annotated[float | None, word("With --compare: hours in which the run must end.", "N")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
@@ -257,10 +230,7 @@ def diff(
 
 def calibrate(
     file: Annotated[Path, typer.Argument(help="The hardware file to write.", metavar="FILE.toml")],
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="The device of the catalogue that this one resembles.", metavar="NAME", show_default=False),
-    ] = None,
+    hardware: Annotated[str | None, word("The device of the catalogue that this one resembles.", "NAME")] = None,
 ) -> None:
     """Measure this machine's device, in about a minute on a GPU, and write a file for --hardware."""
     with refused():
@@ -293,11 +263,11 @@ def joined(arguments: list[str]) -> list[str]:
     command = " ".join(arguments[:2])
     if len(arguments) < 2 or command not in COMMANDS:
         return arguments
-    word = arguments[1]
-    if Path(word).exists():
+    second = arguments[1]
+    if Path(second).exists():
         raise UserError(
-            f"{command}: {word} is a command, and here it is a {'folder' if Path(word).is_dir() else 'file'}, too; "
-            f"write ./{word} for the model, or go to another folder for the command"
+            f"{command}: {second} is a command, and here it is a {'folder' if Path(second).is_dir() else 'file'}, too; "
+            f"write ./{second} for the model, or go to another folder for the command"
         )
     return [command, *arguments[2:]]
 
