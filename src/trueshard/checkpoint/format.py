@@ -34,6 +34,11 @@ _MARK = {"trueshard": "checkpoint"}  # header metadata of a checkpoint's files: 
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 
 
+def aligned(nbytes: int) -> int:
+    """Return bytes rounded up to a multiple of 64, at which a tensor in shared memory may begin."""
+    return -(-nbytes // 64) * 64
+
+
 def crc32_joined(parts: Iterable[tuple[int, int]]) -> int:
     """Return the checksum of consecutive pieces, given as (checksum, bytes)."""
     value = 0

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from trueshard import _torch
 from trueshard.checkpoint import hashing, layout, state
 from trueshard.checkpoint.catalogue import is_url
-from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, crc32, crc32_joined, join
+from trueshard.checkpoint.format import MANIFEST, FileRecord, Manifest, TensorEntry, aligned, crc32, crc32_joined, join
 from trueshard.checkpoint.process_group import RankGroup, by_rows, check_equal, own_part
 from trueshard.checkpoint.writing import OF_A_STEP, LocalWriter, RemoteWriter, Written, discard, move_link
 from trueshard.errors import own_errors
@@ -102,17 +102,13 @@ def save(
 class Staging:
     """Copies of tensors in host memory; that for tensors of a device is pinned, and kept for the next copies."""
 
-    _ALIGNMENT = 64
-
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
         """Kept, since making pinned memory takes longer than copying to it."""
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies, valid until the next call. Waits once for the device, at the end."""
-        sizes = [
-            0 if each.device.type == "cpu" else -(-each.nbytes // self._ALIGNMENT) * self._ALIGNMENT for each in tensors
-        ]
+        sizes = [0 if tensor.device.type == "cpu" else aligned(tensor.nbytes) for tensor in tensors]
         if sum(sizes) > self._pinned.numel():
             self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before there is a second one
             pinned = torch.cuda.is_available()

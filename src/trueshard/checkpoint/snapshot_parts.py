@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from trueshard.checkpoint.format import BLOCK, crc32, dtype_name, dtype_of
+from trueshard.checkpoint.format import BLOCK, aligned, crc32, dtype_name, dtype_of
 from trueshard.files import replace_text
 from trueshard.model.regions import Region, extent
 
@@ -35,8 +35,6 @@ ROOT = "TRUESHARD_MEMORY"
 """Environment variable: another folder than /dev/shm under which runs keep their snapshots."""
 SLOTS = 2
 _RECORD = re.compile(r"rank-\d{5}\.json")
-_ALIGNMENT = 64
-"""Bytes to whose multiples a tensor's place in a part is rounded up."""
 
 
 def folder_of(run: str | os.PathLike[str]) -> Path:
@@ -225,7 +223,7 @@ def place(locals_of: Mapping[str, torch.Tensor], regions: Mapping[str, Region]) 
     size = 0
     for key, local in locals_of.items():
         result[key] = Placed(size, dtype_name(local.dtype), regions[key])
-        size += -(-local.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += aligned(local.nbytes)
     return result, size
 
 

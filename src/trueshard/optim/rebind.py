@@ -81,16 +81,13 @@ def rebind(optimizer: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter],
 
 def _shard_state(value: Any, new: torch.Tensor, is_rows: IsRows, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, torch.Tensor):
-        if isinstance(new, DTensor) and not _is_like(value, new) and is_rows(path, value, new):
+        is_sharded = isinstance(value, DTensor) and isinstance(new, DTensor) and value.device_mesh == new.device_mesh
+        if isinstance(new, DTensor) and not is_sharded and is_rows(path, value, new):
             # State of whole rows of a parameter that is cut inside them stays whole, for the parameter's owner.
             return shard_like(value, new) if value.shape == new.shape or has_whole_rows(new) else value
         return value
     # A copy: whoever undoes a failed shard() puts the old containers back.
     return each_in(copy.copy(value), lambda member, where: _shard_state(member, new, is_rows, where), path)
-
-
-def _is_like(value: torch.Tensor, parameter: DTensor) -> bool:
-    return isinstance(value, DTensor) and value.device_mesh == parameter.device_mesh
 
 
 def each_in(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
