@@ -1,4 +1,7 @@
-"""Prints what a killed rank costs a run, in seconds to the next new step: for docs/how-to/lost-processes.md."""
+"""Prints what a killed rank costs a run, in seconds to the next new step: for docs/how-to/lost-processes.md.
+
+And the processor seconds that the processes which start again have taken by then, which a busy machine changes less.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ WAYS = {"memory": MEMORY, "memory, no spare": (*MEMORY, WITHOUT), "disk": ("trai
 KILLS = 3
 
 
-def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[str]]:
-    """The seconds from each kill, and what the run says of each."""
+def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[float], list[str]]:
+    """The seconds from each kill, those of processors, and what the run says of each."""
     text = CONFIG
     for before, after in SIZES.items():
         text = text.replace(before, after)
@@ -31,28 +34,32 @@ def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[st
     command = [sys.executable, "-m", "trueshard", "train", "train.toml", "--nproc", "2", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=folder, env=environment(), text=True, start_new_session=True, **pipes)
-    seconds = []
+    seconds: list[float] = []
+    processors: list[float] = []
     for _ in range(KILLS):
         wait_for_steps(folder, process, len(metrics(folder)) + 2)
         time.sleep(3.0 if WITHOUT in words or seconds else 14.0)  # the spare has imported all by then
         wait_for_steps(folder, process, len(metrics(folder)) + 1)
         time.sleep(0.2)  # in the middle of a step
-        began, taken = time.monotonic(), len(metrics(folder))
-        kill(workers_of(process.pid)[-1 if seconds else 1])
-        while len(metrics(folder)) <= taken:
+        began, before = time.monotonic(), workers_of(process.pid)
+        kill(before[-1 if seconds else 1])
+        while sum("incident" in record for record in metrics(folder)) == len(seconds):
             time.sleep(0.01)
         seconds.append(time.monotonic() - began)
+        new = [each.cpu_times() for each in workers_of(process.pid) if each not in before]
+        processors.append(sum(each.user + each.system for each in new))
     process.terminate()
     _, out, _ = end(process)
-    return seconds, [line for line in out.splitlines() if line.startswith("Went on")]
+    return seconds, processors, [line for line in out.splitlines() if line.startswith("Went on")]
 
 
 def main() -> None:
     """Every way, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         for name, words in WAYS.items():
-            seconds, lines = measured(words, Path(folder, name.replace(", ", "-")))
-            print(f"{name}: {', '.join(f'{value:.1f}' for value in seconds)} s; {lines[-1]}", flush=True)
+            seconds, processors, lines = measured(words, Path(folder, name.replace(", ", "-")))
+            figures = [", ".join(f"{value:.1f}" for value in values) for values in (seconds, processors)]
+            print(f"{name}: {figures[0]} s; of processors {figures[1]} s; {lines[-1]}", flush=True)
 
 
 if __name__ == "__main__":

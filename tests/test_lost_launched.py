@@ -267,25 +267,20 @@ def test_a_torchrun_that_gives_up_leaves_the_step_on_disk_and_nothing_in_memory(
     hold(folder, undisturbed, memory)
 
 
-def free_port() -> int:
+def agents(folder: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:
+    """A torchrun for each of two hosts, each with a memory of its own, at a new port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def agent(folder: Path, memory: Path, *words: str) -> subprocess.Popen[str]:
-    """A torchrun of a host with a memory of its own."""
-    memory.mkdir(exist_ok=True)
+        place = ("--master-addr", "localhost", "--master-port", str(free.getsockname()[1]))
     options = ("train.memory_every=1", "train.memory_copies=1", f"run.timeout={LIMIT}")
-    python = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *words, "-m", "trueshard")
-    variables = {"TRUESHARD_MEMORY": str(memory), "TMPDIR": str(memory.parent)}
-    return start(folder, *(f"--set={option}" for option in options), python=python, **variables)
-
-
-def agents(folder: Path, memories: list[Path]) -> list[subprocess.Popen[str]]:
-    """A torchrun for each of two hosts, at a new port."""
-    place = ("--master-addr", "localhost", "--master-port", str(free_port()))
-    return [agent(folder, memory, "--node-rank", str(number), *place) for number, memory in enumerate(memories)]
+    result = []
+    for number, memory in enumerate(memories):
+        memory.mkdir(exist_ok=True)
+        node = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number))
+        python = (*TORCHRUN, *node, *place, "-m", "trueshard")
+        variables = {"TRUESHARD_MEMORY": str(memory), "TMPDIR": str(memory.parent)}
+        result.append(start(folder, *(f"--set={option}" for option in options), python=python, **variables))
+    return result
 
 
 @pytest.mark.rest
@@ -306,35 +301,6 @@ def test_a_host_that_is_lost_with_its_memory_is_replaced(lost: int, undisturbed:
     assert curve(folder) == curve(undisturbed)
     assert weights(folder) == weights(undisturbed)
     assert [os.listdir(memory) for memory in memories] == [[], []]
-
-
-@pytest.mark.rest
-@pytest.mark.timeout(300)
-def test_a_host_is_replaced_within_one_rendezvous(undisturbed: Path, tmp_path: Path) -> None:
-    folder, memories = project(tmp_path / "rendezvous"), [tmp_path / name for name in ("one", "two", "new")]
-    port = free_port()
-    place = ("--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-endpoint", f"localhost:{port}")
-    # Sooner than the other host's ranks end, or it would meet with a host that is lost, and wait for that in vain.
-    words = (*place, "--max-restarts", "3", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2")
-
-    def is_held() -> bool:
-        with socket.socket() as line:
-            return line.connect_ex(("127.0.0.1", port)) == 0
-
-    first = agent(folder, memories[0], *words)
-    wait_until(first, is_held)  # the store is this one's, and so not lost
-    lost = agent(folder, memories[1], *words)
-    wait_for_steps(folder, first, 25)
-    for process in [psutil.Process(lost.pid), *workers_of(lost.pid)]:
-        kill(process)
-    lost.communicate()
-    shutil.rmtree(memories[1])
-    ends = [end(process) for process in (agent(folder, memories[2], *words), first)]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert any("from memory" in out for _, out, _ in ends), ends
-    assert curve(folder) == curve(undisturbed)
-    assert weights(folder) == weights(undisturbed)
-    assert [os.listdir(memory) for memory in (memories[0], memories[2])] == [[], []]
 
 
 @pytest.mark.rest
