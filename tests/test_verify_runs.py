@@ -133,7 +133,8 @@ def test_a_script_on_two_processes_agrees_with_itself_on_one(tmp_path: Path, sta
     report = verify(tmp_path, stack)
     assert report["held"], report
     details = {point["name"]: point["detail"] for point in report["points"]}
-    assert lacking(details["forward"], 18) == []
+    parts = 2 if stack == "tensor" else 0  # what a rank has of the output of `up` in both blocks
+    assert lacking(details["forward"], 18 - parts) == []
     assert lacking(details["parameters"], 11) == []
     assert lacking(details["state"], 33) == []
 

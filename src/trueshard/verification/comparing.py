@@ -214,14 +214,19 @@ def _values(first: Recording, second: Recording, step: int, allowed: Allowed) ->
         if len(dims) == 1:
             actual = torch.cat(news, dims[0])  # ranks' parts
         elif len(olds) == len(news):
-            expected, actual = (torch.stack(values) if len(values) > 1 else values[0] for values in (olds, news))
+            expected, actual = _joined(olds), _joined(news)
         elif len(news) > 1:
             words = "is not the same on all ranks"
-        start = first.values(kind, 0, name)[0] if kind == "parameters" and step else None
+        start = _joined(first.values(kind, 0, name)) if kind == "parameters" and step else None
+        start = None if start is None or start.shape != expected.shape else start
         sizes = compare.distance(actual, expected, start)
         one, two = (tensor.double() for tensor in (actual, expected))
         factor = float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
         yield Comparison(kind, step, name, *sizes, allowed(kind, step, name), words), factor
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
 def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:

@@ -29,9 +29,9 @@ def record_command(command: Sequence[str], folder: Path, steps: int) -> None:
     """Record what a command trains, in whichever Python processes it starts. Raises UserError if it fails."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already; record in another folder")
-    site = os.pathsep.join([str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).with_name("site")), os.environ.get("PYTHONPATH", "")])
     try:
-        code = subprocess.call(command, env={**os.environ, **_variables(folder, steps), "PYTHONPATH": site})
+        code = subprocess.call(command, env={**os.environ, **_variables(folder, steps), "PYTHONPATH": path})
     except OSError as error:
         raise UserError(f"{shlex.join(command)}: {error.strerror}; give a command that can be run") from None
     _check(shlex.join(command), folder, f"it ended with exit code {code}" if code else "")

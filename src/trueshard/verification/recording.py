@@ -234,12 +234,8 @@ class _Recording(Recorder):
         steps = min(self._steps, self._step - (not self._stepped))
         if steps and not hasattr(sys, "last_value"):
             git = subprocess.run("git describe --always --dirty", shell=True, capture_output=True, text=True)
-            notes: dict[str, Any] = {
-                "torch": torch.__version__,
-                "command": " ".join(sys.argv),
-                "commit": git.stdout.strip(),
-            }
-            notes |= {**self._notes, "steps": steps, "rows": self._rows}
+            notes = {**self._notes, "torch": torch.__version__, "command": " ".join(sys.argv), "steps": steps}
+            notes |= {"commit": git.stdout.strip(), "rows": self._rows}
             notes["entries"] = [[*key, content] for key, content in self._entries.items() if key[1] <= steps]
             replace_text(self._own / INDEX, json.dumps(notes))
 

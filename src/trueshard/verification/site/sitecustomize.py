@@ -6,8 +6,6 @@ from typing import Any
 
 
 class _Torch:
-    """Finds ``torch`` as Python does, and has one thing more done when it has been imported."""
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
@@ -15,13 +13,11 @@ class _Torch:
         spec: Any = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def executed(module: Any) -> None:
+        def execute_and_begin(module: Any) -> None:
             execute(module)
-            from trueshard.verification.recording import begin
+            importlib.import_module("trueshard.verification.recording").begin()
 
-            begin()
-
-        spec.loader.exec_module = executed
+        spec.loader.exec_module = execute_and_begin
         return spec
 
 
