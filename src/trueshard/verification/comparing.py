@@ -214,10 +214,10 @@ def _values(first: Recording, second: Recording, step: int, allowed: Allowed) ->
         if len(dims) == 1:
             actual = torch.cat(news, dims[0])  # ranks' parts
         elif len(olds) == len(news):
-            expected, actual = _joined(olds), _joined(news)
+            expected, actual = _flat(olds), _flat(news)
         elif len(news) > 1:
             words = "is not the same on all ranks"
-        start = _joined(first.values(kind, 0, name)) if kind == "parameters" and step else None
+        start = _flat(first.values(kind, 0, name)) if kind == "parameters" and step else None
         start = None if start is None or start.shape != expected.shape else start
         sizes = compare.distance(actual, expected, start)
         one, two = (tensor.double() for tensor in (actual, expected))
@@ -225,7 +225,7 @@ def _values(first: Recording, second: Recording, step: int, allowed: Allowed) ->
         yield Comparison(kind, step, name, *sizes, allowed(kind, step, name), words), factor
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
