@@ -32,7 +32,7 @@ WAYS = ("ddp", "ddp, accumulating", "fsdp2", "shard()", "one process, accumulati
 
 def catalogue() -> dict[str, Any]:
     """Return the cases of the tests: how to make a small model, a batch for it, and its loss."""
-    path = str(Path(__file__).parents[2] / "tests")
+    path = str(Path(__file__).parents[1] / "tests")
     if path not in sys.path:
         sys.path.append(path)
     from models import CASES
