@@ -87,7 +87,7 @@ class Compared:
         """Return what is said of a run on ``ranks`` processes."""
         from trueshard.verification import verify_runs
 
-        name = f"run-{ranks}-{'-'.join(map(str, options))}"
+        name = f"run-{'-'.join([str(ranks), *map(str, options.values())])}"
         error = self._error or self._run(name, ranks, **options)
         if error:
             return Found(True, words=error)
