@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +15,7 @@ import pytest
 from torch import nn
 
 import studies
+from documents_blocks import blocks, commands
 from messages import lacking
 from trueshard.cli import main
 from trueshard.planner.choose_plan import solve
@@ -23,8 +27,6 @@ from trueshard.planner.report import offers as report
 from trueshard.planner.report.summary import as_json, text
 from trueshard.planner.search.evaluator import Evaluator, Expected
 from trueshard.planner.workload import StepPhase
-
-QWEN = ["plan", "qwen3-32b", "--sequence", "32768", "--compare", "h100,h200,b200,a100", "--ranks", "8,16,32,64"]
 
 
 def prices(folder: Path, **table: float) -> str:
@@ -149,17 +151,33 @@ def test_what_is_refused_says_why_and_what_does_not_fit_by_how_much(tmp_path: Pa
 
 
 @pytest.mark.rest
-def test_which_devices_and_how_many_is_one_command(tmp_path: Path, capsys: Any) -> None:
-    options = ["--price", prices(tmp_path, h100=2.5, h200=3.2, b200=4.5, a100=1.5), "--lora", "16,none", "--json"]
-    assert main([*QWEN, *options, "--method", "full,qlora", "--tokens", "1e9"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    offers = found["offers"]
-    assert len(offers) == 3 * 4 * 4
+@pytest.mark.timeout(900)
+def test_which_devices_and_how_many_is_one_command(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The page's own question."""
+    question = [block for block in blocks("docs/how-to/which-gpus.md") if "qwen3-32b" in block.text]
+    monkeypatch.chdir(tmp_path)
+    for command in commands(question[0].text):
+        if command.startswith("printf"):
+            subprocess.run(["bash", "-c", command], check=True)
+        elif "qwen3-32b" in command:
+            assert main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out
+    assert lacking(printed, "The cheapest that fits", "GPU hours", "money", "is simulated", "lacks") == []
+    assert len(re.findall(r"^ +[*~] ", printed, flags=re.MULTILINE)) == 4 * 4
+    assert printed.splitlines()[2].split()[0] == "*"
+
+
+@pytest.mark.rest
+def test_adapters_and_their_quantised_bases_are_offers_that_plan_alone_takes(capsys: Any) -> None:
+    few = ["plan", "Llama-3.2-1B", "--sequence", "1024", "--json"]
+    assert main([*few, "--compare", "h100", "--ranks", "8", "--lora", "16,none", "--method", "full,qlora"]) == 0
+    offers = json.loads(capsys.readouterr().out)["offers"]
     assert {each["method"] for each in offers} == {"full", "lora 16", "qlora 16"}
-    assert offers[0]["serves"]
-    assert offers[0]["is_exact"]
-    money = [each["bill"]["money"] for each in offers if each["serves"]]
-    assert money == sorted(money)
-    lack = {each["ranks"]: each["lacking_bytes"] for each in offers if each["cells"][1:3] == ["8 × h100", "full"]}
-    assert lack[8] > 20 << 30
-    assert lacking(found["notes"][1], "simulated", "in speed", "in memory") == []
+    memory = {each["method"]: each["reserved_bytes"] for each in offers}
+    assert memory["qlora 16"] < memory["lora 16"] < memory["full"]
+    exact = next(each for each in offers if each["is_exact"] and each["method"] != "full")
+    method = ["--method", "qlora"] if exact["method"] == "qlora 16" else []
+    assert main([*few, "--ranks", "8", "--lora", "16", *method, "--offload", "none"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["peak_reserved_bytes"] == exact["reserved_bytes"]
+    assert alone["tokens_per_second_per_rank"] == pytest.approx(exact["tokens_per_second_per_rank"])

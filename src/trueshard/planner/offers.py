@@ -23,6 +23,9 @@ from trueshard.planner.workload import NothingFits
 STUDIED = 2
 """Offers that are studied exactly, at least."""
 
+GAIN = 0.01
+"""Part by which a predicted offer must be cheaper than a studied one to count as cheaper: as much may be an error."""
+
 UNSURE = 0.1
 """Part of the budget up to which an offer that is predicted to lack memory is studied if it would be the cheapest: what
 the allocator reserves above live bytes is a guess."""
@@ -49,8 +52,8 @@ class Offer:
 
     @property
     def cost(self) -> float:
-        """Money, or hours of all devices where there are no prices."""
-        return self.bill.money or self.bill.device_hours
+        """Money, or hours of all devices where there are no prices; more by ``GAIN`` while it is predicted."""
+        return (self.bill.money or self.bill.device_hours) * (1.0 if self.expected.is_exact else 1 + GAIN)
 
     @property
     def lack(self) -> float:
