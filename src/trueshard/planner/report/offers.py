@@ -36,8 +36,8 @@ def as_json(headline: str, offers: Sequence[Offer], refused: Sequence[str], hour
 
 def _row(offer: Offer, serves: bool) -> dict[str, Any]:
     expected, bill, ranks = offer.expected, offer.bill, offer.request.ranks
-    verdict = f"lacks {size(offer.lack)}: " if offer.lack else "" if serves else "too late: "
-    verdict += f"{size(expected.reserved)} of {size(expected.reserved - expected.excess)}"
+    verdict = f"lacks {size(offer.lack)}" if offer.lack else size(expected.reserved) + ("" if serves else ", too late")
+    verdict += f" of {size(expected.reserved - expected.excess)}" if offer.lack or serves else ""
     costs = [""] * 5 if offer.lack else [f"{ranks / expected.cost:,.0f}", *bill.figures().values()]
     row: dict[str, Any] = {"method": offer.method, "hardware": offer.request.hardware, "ranks": ranks, "serves": serves}
     row |= {"is_exact": expected.is_exact, "tokens_per_second_per_rank": 1 / expected.cost, "bill": asdict(bill)}
