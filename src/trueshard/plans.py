@@ -90,7 +90,9 @@ class Forecast:
     bubble_seconds: float = 0.0
     """Time in which a rank has nothing to compute while the pipeline fills and drains."""
     host_bytes: int = 0
-    """Peak of the host memory that a rank's offloaded shards, gradients and optimizer state take."""
+    """Peak of the host memory that a rank's offloaded shards, gradients and optimizer state take, and its snapshots."""
+    snapshot_bytes: int = 0
+    """Bytes of one snapshot of a rank's part of model and optimizers."""
     host_budget_bytes: int | None = None
     """The limit for ``host_bytes``: a rank's share of its node's main memory; None: not known."""
 

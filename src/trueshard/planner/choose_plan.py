@@ -202,7 +202,7 @@ def space_of(request: Request, shared: Simulations | None = None) -> tuple[Space
         choices = choices.on(sizes_of(plan)).replace(experts=plan.experts)
         replicate = replicate or (plan.ranks[0] if len(plan.ranks) == 2 else None)
     space = Space(
-        workload=dataclasses.replace(workload, score=request.score, beside=request.beside),
+        workload=dataclasses.replace(workload, score=request.score, beside=request.beside, snapshots=request.snapshots),
         hardware=device,
         ranks=request.ranks,
         ranks_per_node=ranks_per_node,

@@ -111,7 +111,8 @@ def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: 
         sums = added(sums, microbatch_sums(made, cluster, sums), more)
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
-    told = failure_cost(forecast, cluster.hardware).sentences if cluster.ranks > 1 and cluster.hardware.streams else ()
+    kept = job.workload.snapshots
+    told = failure_cost(plan, cluster.hardware, *kept) if cluster.ranks > 1 and cluster.hardware.streams else None
     assumptions = assumptions_of(job, made)
     return Study(plan, forecast, made.steady, line, assumptions=assumptions, score=made.score, failures=told)
 
@@ -152,6 +153,8 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
     tokens = job.microbatch * job.accumulation * job.workload.sequence / cluster.readers_share
     rate = cluster.hardware.peak(compute_dtype(made.plan))
     on_host, of_host = max(made.first.host_bytes, made.steady.host_bytes), cluster.hardware.host_memory_bytes
+    if cluster.hardware.streams:  # a CPU's memory is that of the device
+        on_host += job.workload.snapshots[0] * made.steady.snapshot_bytes
     return Forecast(
         model=job.workload.name,
         hardware=cluster.hardware.name,
@@ -165,6 +168,7 @@ def forecast_of(job: Job, cluster: Cluster, budget: int, made: Simulation, sums:
         budget_bytes=budget,
         host_bytes=on_host,
         host_budget_bytes=of_host,
+        snapshot_bytes=made.steady.snapshot_bytes,
         peak_live_bytes=peak.bytes,
         peak_reserved_bytes=reserved,
         overhead_bytes=cluster.overhead_bytes,

@@ -64,6 +64,8 @@ class Request(Options):
     """(model, batch) → anything: a pass without gradient beside the step."""
     beside: tuple[tuple[str, int | None], ...] = ()
     """(name, bytes) of what lies on every rank beside; None bytes: another model that is sharded alike."""
+    snapshots: tuple[int, int | None] = (0, None)
+    """Snapshots of a rank's state in the memory of its host, and the steps between two."""
     storage_dtype: str | None = None
     """Dtype in which parameters are stored; None: as made, float32 for a configuration."""
     reshard_after_forward: Reshard = "auto"

@@ -158,6 +158,8 @@ class Trace:
     """Allocations that are live when the step begins, oldest first."""
     host_bytes: int = 0
     """Peak of the memory that offloaded shards, gradients and optimizer state take on the host; not in ``events``."""
+    snapshot_bytes: int = 0
+    """Bytes of the rank's part of a snapshot in the host's memory, or of a checkpoint, of model and optimizers."""
     largest_imbalance: float = 1.0
     """Tokens over their mean over ranks, of a rank to whose experts all go that can."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from trueshard.axes import AXES, DATA, sizes_of
 from trueshard.errors import TrueShardError
 from trueshard.options import DEFAULTS, Options
+from trueshard.planner.failures import FailureCost
 from trueshard.planner.price import Bill
 from trueshard.planner.timeline import Timeline
 from trueshard.planner.trace import Trace
@@ -38,6 +39,8 @@ class Workload:
     """Norm to which gradients are clipped; None: no clipping."""
     score: Callable[[nn.Module, Any], Any] | None = None
     """(model, batch) → anything: a pass without gradient that stands beside the step, simulated by itself."""
+    snapshots: tuple[int, int | None] = (0, None)
+    """Snapshots of a rank's state that lie in the memory of its host, and the steps between two."""
     beside: tuple[tuple[str, int | None], ...] = ()
     """(name, bytes) of what lies on every rank all the time beside the model and its optimizers; None bytes: another
     model that is sharded alike."""
@@ -139,8 +142,8 @@ class Study:
     """All other plans that were evaluated."""
     score: Trace | None = None
     """Pass of ``Workload.score``."""
-    failures: tuple[str, ...] = ()
-    """Costs of lost processes, in sentences; none for one device, or processors."""
+    failures: FailureCost | None = None
+    """Costs of lost processes; None for one device, or processors."""
     imbalances: tuple[tuple[float, Forecast], ...] = ()
     """(imbalance of experts, forecast of the plan at it), in order; none unless ranks share experts."""
     phases: tuple[StepPhase, ...] = ()

@@ -79,6 +79,7 @@ def _data(study: Study) -> dict[str, Any]:
         "alternatives": [{**this, "words": "This plan"}, *others],
         "tensors": _tensors(study, peak),
         "units": summary.unit_rows(study),
+        "failures": list(study.failures.sentences if study.failures else ()),
         "reasons": list(dict.fromkeys(study.reasons)),
         "assumptions": list(dict.fromkeys(study.assumptions)),
     }

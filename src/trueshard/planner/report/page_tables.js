@@ -252,11 +252,11 @@ function tables() {
 }
 
 function lists() {
-  for (const name of ["reasons", "assumptions"]) {
+  for (const name of ["reasons", "assumptions", "failures"]) {
     $(name).append(...data[name].map((sentence) => element("li", {}, sentence)));
     $(name).parentElement.hidden = !data[name].length;
   }
-  $("why").hidden = !data.reasons.length && !data.assumptions.length;
+  $("why").hidden = !data.reasons.length && !data.assumptions.length && !data.failures.length;
 }
 
 document.querySelector("main").hidden = false;

@@ -39,7 +39,7 @@ def text(study: Study) -> str:
         _time(study),
         _bill(study),
         listed("Why", (*study.reasons, *_unit_reasons(study))),
-        listed("If a process is lost", study.failures),
+        listed("If a process is lost", study.failures.sentences if study.failures else ()),
         _alternatives(study),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -65,6 +65,7 @@ def as_json(study: Study) -> dict[str, Any]:
         **({"phases": [dataclasses.asdict(phase) for phase in study.phases]} if study.phases else {}),
         **({"imbalances": imbalance_rows(study)} if study.imbalances else {}),
         "plan": json.loads(study.plan.to_json()),
+        **({"failures": dataclasses.asdict(study.failures)} if study.failures else {}),
         "reasons": list(study.reasons),
         "assumptions": list(study.assumptions),
         "alternatives": others,
@@ -132,7 +133,7 @@ def verdict(forecast: Forecast) -> str:
     """Return whether it fits, and by how much."""
     spare = forecast.budget_bytes - forecast.peak_reserved_bytes
     if not forecast.fits:
-        return f"does not fit, {size(-spare)} too much" if spare < 0 else "fits, but what is offloaded does not"
+        return f"does not fit, {size(-spare)} too much" if spare < 0 else "fits, but what its host holds does not"
     error = worst_error(forecast)
     safe, part = forecast.peak_reserved_bytes / (1 - error), spare / forecast.budget_bytes
     if safe <= forecast.budget_bytes:
@@ -152,7 +153,7 @@ def _errors() -> dict[str, float]:
 
 
 def host_verdict(forecast: Forecast) -> str:
-    """Return what offloading takes of a node's main memory, and whether it fits."""
+    """Return what offloading and snapshots take of a node's main memory, and whether it fits."""
     node = size(forecast.host_bytes * forecast.ranks_per_node)
     if forecast.host_budget_bytes is None:
         return f"{node} a node, whose memory is not known (--host-memory)"

@@ -156,8 +156,10 @@ def extend(base: Trace, fewer: Sequence[Trace], runs: Sequence[Run], recorded: S
         for amount, difference in _growth(labelled_base, labelled(less, recorded), r).items():
             growth[amount] += difference * (run.count - KEPT)
     made = _Extension(labelled_base, runs, recorded, growth).trace()
-    blocks = ((run.count - KEPT) * (base.host_bytes - less.host_bytes) for less, run in zip(fewer, runs, strict=True))
-    made.host_bytes = base.host_bytes + sum(blocks)
+    for name in ("host_bytes", "snapshot_bytes"):
+        whole = getattr(base, name)
+        blocks = ((run.count - KEPT) * (whole - getattr(less, name)) for less, run in zip(fewer, runs, strict=True))
+        setattr(made, name, whole + sum(blocks))
     made.largest_imbalance = base.largest_imbalance
     try:
         ledger.lifetimes(made)

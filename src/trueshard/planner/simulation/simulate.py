@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trueshard import _torch, distributed
+from trueshard.checkpoint import state
+from trueshard.checkpoint.snapshot_parts import place
 from trueshard.model import names
 from trueshard.optim.norms import clip_grad_norm_
 from trueshard.options import Options
@@ -349,9 +351,18 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
                 recorder.mark([tensor], "optimizer", name)
             trace = _as_planned(Trace(recorder.take(), resident), job, plan, recorder.members)
             trace.largest_imbalance = recorder.values.largest_imbalance
+            trace.snapshot_bytes = _snapshot_bytes(model, optimizers)
             ledger.mark_activations(trace)
             traces.append(trace)
     return traces
+
+
+def _snapshot_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the size of the file that a snapshot makes of this rank's part, with this machine's random generators."""
+    each = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
+    tensors, _ = state.collect(*state.by_prefix(model, each), {}, None)
+    held = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()} | {"rng": state.random_state()[1]}
+    return place(held, dict.fromkeys(held, ()))[1]
 
 
 def _adopt(recorder: Recorder, model: nn.Module, plan: Plan) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trueshard.checkpoint.snapshot_parts import SLOTS
 from trueshard.errors import UserError, one_line, refused
 from trueshard.files import replace_text
 from trueshard.machine import memory_of_process
@@ -115,6 +116,7 @@ def study(
             score=score,
             beside=(*rl_forecast.beside(config, settings, copy), *_average(config, settings, ranks)),
             clip=train.max_grad_norm,
+            snapshots=(SLOTS * (1 + train.memory_copies) if train.memory_every else 0, train.memory_every),
             **vars(config.shard.options()),
         )
         solving = "trueshard.planner.choose_plan:solve"
@@ -247,9 +249,9 @@ def _training_phases(config: Config, study: Study, hardware: Hardware) -> tuple[
         needs = {"copies": copies, "step": step}
     phases.append(StepPhase("saving", live, seconds, needs, notes, every))
     if config.train.memory_every is not None:
-        held = 2 * sum(one.bytes for one in study.trace.resident if one.kind in ("parameters", "optimizer"))
-        held *= 1 + config.train.memory_copies
+        held = SLOTS * (1 + config.train.memory_copies) * study.trace.snapshot_bytes
         notes = (f"{size(held)} of host memory a rank, for as long as the run lasts",)
+        notes += (f"restarts {config.run.restarts}, spares {config.run.spares}",)
         # On a CPU that is the memory in which the ranks are, too.
         live, needs = (stays, {}) if hardware.streams else (stays + held + step, {"snapshots": held, "step": step})
         phases.append(StepPhase("snapshot", live, seconds, needs, notes, config.train.memory_every))
