@@ -78,7 +78,7 @@ class GatheredCopy:
         originals, copies = (dict(names.named_modules(model)) for model in (root, self.module))
         # Module of the sharded model → its copy; and its settings when they were last copied, to see what changed.
         self._twins = {originals[name]: twin for name, twin in copies.items()}
-        self._settings = {module: copy.deepcopy(plain_attributes(module)) for module in self._twins}
+        self._settings = {module: copy.deepcopy(plain_values(module)) for module in self._twins}
         self.update()
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class GatheredCopy:
                 buffers[name] = None if new is None else new.detach().clone()
             else:
                 old.copy_(new)
-        now, before = plain_attributes(module), self._settings[module]
+        now, before = plain_values(module), self._settings[module]
         changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
         if changed:
             twin.__dict__.update(copy.deepcopy(changed))
@@ -201,7 +201,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value if dtype is None else _torch.cast_floating(value, dtype)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def plain_values(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of ``module`` that are numbers, text, or collections of them."""
     return {key: value for key, value in module.__dict__.items() if key not in _OWN and _is_plain(value)}
 

@@ -30,7 +30,7 @@ from trueshard.machine import memory_of_process
 from trueshard.model import names
 from trueshard.sharding.activation_checkpointing import values_of_buffers, write_buffers
 from trueshard.sharding.engine import sharded
-from trueshard.sharding.gathering import plain_attributes, unsharded_copy
+from trueshard.sharding.gathering import plain_values, unsharded_copy
 from trueshard.text import logger, size
 from trueshard.train.callbacks import Callback
 from trueshard.train.rl.ranks import awaited, on_first_rank
@@ -182,7 +182,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Begin without gradients; afterwards gradients, buffers and plain attributes are what they were."""
     modules = list(names.unwrap(model).modules())
     gradients, buffers = [(p, p.grad) for p in model.parameters()], values_of_buffers(modules[0])
-    attributes = [(module, copy.deepcopy(plain_attributes(module))) for module in modules]
+    attributes = [(module, copy.deepcopy(plain_values(module))) for module in modules]
     model.zero_grad()
     try:
         yield
