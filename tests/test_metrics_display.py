@@ -147,7 +147,8 @@ from trueshard.train.metrics.step_metrics import Measures
 
 class Says:
     def __getattr__(self, event):
-        return lambda trainer, record=None: record and record["step"] == 3 and print("something else")
+        is_third = lambda value: isinstance(value, dict) and value["step"] == 3
+        return lambda trainer, value=None: is_third(value) and print("something else")
 
 trainer([Measures(flops_per_token=6e9, peak_flops=1e15, memory_planned=1 << 34), Says(), Display(1)], 5).fit()
 """
