@@ -141,7 +141,7 @@ def test_a_script_on_two_processes_agrees_with_itself_on_one(tmp_path: Path, sta
 
 FAULTS = {
     "module": ("1", "forward", 1, ("its input agrees",)),
-    "sync": ("", "gradients", None, ("not the same on all ranks",)),
+    "sync": ("", "gradient", None, ("not the same on all ranks",)),
     "seed": ("", "start", None, ("not the same on all ranks",)),
     "mean": ("", "gradient", None, ("0.5 times what it should be",)),
     "clip": ("", "clipped gradients", None, ("times what it should be", "all before it agrees")),

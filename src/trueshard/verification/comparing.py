@@ -275,7 +275,8 @@ def _first(values: list[tuple[Comparison, float]], by_rank: list[Passed], step: 
             times = f", {sums[one.name][2]:.3g} times what it should be" if "gradient" in kind else ""
             words = one.words or f"is {one.relative:.2g} of the scale apart{times}, and all before it agrees"
             words += f" (allowed {one.tolerance:.1g}{source})" if one.tolerance else ""
-            where = "start" if not step else "optimizer" if kind in ("parameters", "state") else kind
+            names = {"gradients": "gradient", "parameters": "optimizer", "state": "optimizer"}
+            where = names.get(kind, kind) if step else "start"
             of = f"{one.name!r} " if one.name else ""
             return Located(one.name.rpartition(".")[0], where, step, None, one.relative, one.tolerance, of + words)
     return None
