@@ -1,8 +1,8 @@
 """Compare offers (a device, how many, a method of training) by what a whole run costs on each.
 
 - Every offer is predicted as a search predicts its plans, from probes that all offers of a method share.
-- Offers that may be the cheapest are studied exactly, as ``solve`` alone would, until the cheapest one was, and one
-  more. How wrong predictions were there tells how far to trust the others.
+- Offers that may be the cheapest are studied exactly, as ``solve`` alone would, until the cheapest one was. How
+  wrong predictions were there tells how far to trust the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from trueshard.planner.search.evaluator import Evaluator, Expected
 from trueshard.planner.search.explain import frugal
 from trueshard.planner.search.search import DOUBT, checked, proposals
 from trueshard.planner.workload import NothingFits
-
-STUDIED = 2
-"""Offers that are studied exactly, at least."""
 
 GAIN = 0.01
 """Part by which a predicted offer must be cheaper than a studied one to count as cheaper: as much may be an error."""
@@ -138,9 +135,9 @@ def _study(offer: Offer, workers: int | None) -> Expected:
 
 
 def next_study(offers: Sequence[Offer], hours: float) -> Offer | None:
-    """Return the offer to be studied next: one that may be cheaper than all that were, or one more."""
+    """Return the offer to be studied next: one that may be cheaper than all that were; None if there is none."""
     studied = [offer for offer in offers if offer.predicted is not None]
     best = min((offer.cost for offer in studied if offer.serves(hours)), default=math.inf)
     left = [offer for offer in offers if offer.predicted is None and offer.serves(hours, DOUBT, UNSURE)]
     offer = min(left, key=lambda offer: offer.cost, default=None)
-    return offer if offer is not None and (offer.cost < best or len(studied) < STUDIED) else None
+    return offer if offer is not None and offer.cost < best else None

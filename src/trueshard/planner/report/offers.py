@@ -57,6 +57,6 @@ def _notes(offers: Sequence[Offer], hours: float) -> list[str]:
     if pairs := [(offer.predicted, offer.expected) for offer in offers if offer.predicted]:
         speed = max((exact.cost / predicted.cost - 1 for predicted, exact in pairs), key=abs)
         memory = max((predicted.reserved / exact.reserved - 1 for predicted, exact in pairs), key=abs)
-        trust = f"that of {len(pairs)} simulated ones was off by up to {speed:+.1%} in speed, {memory:+.1%} in memory"
+        trust = f"that of what is simulated was off by up to {speed:+.1%} in speed, {memory:+.1%} in memory"
         notes.append(f"* is simulated, as by `trueshard plan` with --offload none; ~ is a prediction: {trust}.")
     return notes
