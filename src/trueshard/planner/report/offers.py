@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trueshard.planner.offers import Offer
+from trueshard.planner.offers import GAIN, Offer
 from trueshard.planner.report.frame import framed
 from trueshard.planner.report.summary import indented, listed
 from trueshard.text import size
@@ -58,5 +58,6 @@ def _notes(offers: Sequence[Offer], hours: float) -> list[str]:
         speed = max((exact.cost / predicted.cost - 1 for predicted, exact in pairs), key=abs)
         memory = max((predicted.reserved / exact.reserved - 1 for predicted, exact in pairs), key=abs)
         trust = f"that of what is simulated was off by up to {speed:+.1%} in speed, {memory:+.1%} in memory"
-        notes.append(f"* is simulated, as by `trueshard plan` with --offload none; ~ is a prediction: {trust}.")
+        notes += [f"* is simulated, as by `trueshard plan` with --offload none; ~ is a prediction: {trust}."]
+        notes += [f"A prediction counts as cheaper from {GAIN:.0%} on."]
     return notes
