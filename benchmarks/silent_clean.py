@@ -24,7 +24,7 @@ from benchmarks.silent.trial import Compared
 from benchmarks.table import Table, Tell
 
 SAMPLES = 4
-EVERY, MODELS = 5, 20
+EVERY, MODELS = 15, 6
 """Of the catalogue every so-many-th model, and how many."""
 WAYS = ("ddp", "ddp, accumulating", "fsdp2", "shard()", "one process, accumulating")
 """Ways to train that are one process's whole batch, up to the order of sums."""
@@ -73,28 +73,27 @@ def train(name: str, way: str = "") -> None:
 def run(tell: Tell, quick: bool = False) -> Table:
     """Train some models in every way; ``quick``: one."""
     names = list(catalogue())[::EVERY][: 1 if quick else MODELS]
-    rows, numbers = list[tuple[str, ...]](), []
+    rows: dict[str, list[str]] = {way: [] for way in WAYS}
+    numbers = []
     for name in names:
-        cells = []
         with tempfile.TemporaryDirectory() as folder:
             compare = Compared(functools.partial(train, name), Path(folder))
             for way in WAYS:
                 found = compare.of(1 if way.startswith("one") else 2, way=way)
                 cell = "alarm" if found.where else "raises an error" if found.differs else "no alarm"
-                cells.append(cell)
+                rows[way].append(cell)
                 numbers.append({"model": name, "way": way, "cell": cell, "words": found.words})
                 tell(f"{name}, {way}: {found.words or cell}")
-        rows.append((name, *cells))
-    every = [cell for _, *cells in rows for cell in cells]
+    cells = [cell for row in rows.values() for cell in row]
     return Table(
         name="silent_clean",
         title="Clean runs, and what is said of them",
         note=(
             f"Models of the tests' catalogue, 3 steps of AdamW on 2 gloo processes or one, held against one process by "
-            f"`verify_runs`: {len(every)} runs, {every.count('alarm')} false alarms."
+            f"`verify_runs`: {len(cells)} runs, {cells.count('alarm')} false alarms."
         ),
-        columns=("model", *WAYS),
-        rows=tuple(rows),
+        columns=("trained by", *names),
+        rows=tuple((way, *row) for way, row in rows.items()),
         numbers=numbers,
         words=True,
     )
