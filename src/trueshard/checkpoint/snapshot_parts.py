@@ -177,7 +177,7 @@ class Slot:
         self._record = folder / f"{self.name}.json"
         self._data = torch.empty(0, dtype=torch.uint8)
         self.frozen: tuple[list[Any], int] = [], 0
-        """Places, addresses and versions of the frozen tensors that it begins with, and the checksum of their bytes."""
+        """Places and bits of the frozen tensors that it begins with, and the checksum of all their bytes."""
 
     def open(self, size: int) -> torch.Tensor:
         """Take the part that is there away, and return memory for another: uint8 ``(size,)``.

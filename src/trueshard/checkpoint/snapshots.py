@@ -3,7 +3,7 @@
 - Each rank copies what it holds to its host's memory, at places that stay the same from step to step; nothing is
   gathered. All else happens on a thread: checksums, records, copies for another host, and the word of all ranks that
   they have their part, without which the other slot is not written again (``[Note: Whole or not at all]``).
-- Frozen parameters are copied to a slot once, and again when they were written to or are others.
+- Frozen parameters on a CPU are copied to a slot once, and again when their bits are others.
 - Loading takes the newest step of which every rank's part is there and intact, on this host or on another. What is read
   goes through ``load``'s own checks. At the number of ranks that made it each rank reads its own part; at another one,
   whatever of the parts lies in the regions that it holds.
@@ -23,8 +23,9 @@ import torch
 
 from trueshard import _torch
 from trueshard.checkpoint import state
+from trueshard.checkpoint.format import crc32
 from trueshard.checkpoint.loading import Found, LoadJob
-from trueshard.checkpoint.process_group import RankGroup
+from trueshard.checkpoint.process_group import RankGroup, as_bytes
 from trueshard.checkpoint.saving import Saving, Staging, background, check_kind
 from trueshard.checkpoint.snapshot_finding import Meeting, catalogue_of, here, layout_of, layout_of_regions, regions_of
 from trueshard.checkpoint.snapshot_parts import (
@@ -128,7 +129,7 @@ class Snapshots:
         locals_of["rng"] = bits
         placed, size = place(locals_of, regions)
         slot, data = self._open(self._next, ranks.rank, size)
-        stamp = [(placed[key], locals_of[key].data_ptr(), _torch.version(tensors[key])) for key in frozen]
+        stamp = [(placed[key], _bits(locals_of[key])) for key in frozen]
         (held, checksum), slot.frozen = slot.frozen, ([], 0)
         kept = len(frozen) if held == stamp else 0
         views = [view_of(data, part) for part in placed.values()]
@@ -274,6 +275,14 @@ class Snapshots:
         ranks.exchange({target: data}, {rank: memory for rank, (_, memory) in opened.items()})
         for rank, (copy, _) in opened.items():
             copy.publish(bytes(records[rank].numpy()).decode())
+
+
+def _bits(local: torch.Tensor) -> Any:
+    """Return a checksum of a tensor, as a write through ``.data`` counts nowhere; of a device's what nothing equals.
+
+    That would have to come to the host for it, which is the copy that is to be saved.
+    """
+    return crc32(as_bytes(local)) if local.device.type == "cpu" else object()
 
 
 def newest_parts(run: str | os.PathLike[str], fallback: str | os.PathLike[str] | None = None) -> list[Part]:

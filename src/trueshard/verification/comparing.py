@@ -163,12 +163,12 @@ def _passed(
             if expected is None:
                 continue
             alike = [
-                second.read(theirs[kind, at, key])
+                theirs[kind, at, key]
                 for other, theirs in zip(second.ranks, second.contents, strict=True)
                 if places.get((other["rank"], number)) == rows and (kind, at, key) in theirs
             ]
             if differs and expected.shape != actual.shape:
-                actual = _joined(alike, expected)
+                actual = _joined(list(map(second.read, alike)), expected)
             if expected.shape != actual.shape:
                 continue
             if place.side in BACKWARD:
@@ -179,8 +179,10 @@ def _passed(
                 expected = (two * factors.setdefault(number, own)[:, None]).view_as(expected)
             name = f"{module or 'the model'}, {kind} {index}, call {call}"
             sizes, tolerance = compare.distance(actual, expected), allowed(kind, step, name)
-            if sizes[1] > tolerance and len(alike) > 1 and all(one.shape == expected.shape for one in alike):
-                sizes = min(sizes, compare.distance(torch.stack(alike).sum(0), expected), key=lambda one: one[1])
+            if sizes[1] > tolerance and len(alike) > 1:
+                parts = list(map(second.read, alike))
+                if all(part.shape == expected.shape for part in parts):
+                    sizes = min(sizes, compare.distance(torch.stack(parts).sum(0), expected), key=lambda one: one[1])
             there, here = (str(tensor.dtype).removeprefix("torch.") for tensor in (expected, actual))
             words = f"is {here}, and {there} there" if differs and kind == "output" and here != there else ""
             found.append((place, Comparison(kind, step, name, *sizes, tolerance, words)))

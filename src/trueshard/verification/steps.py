@@ -135,16 +135,22 @@ class StepVerifier(Callback):
             return distances(values, expected, expected.__getitem__, tolerances, 1)
 
     def _computed(self, plain: nn.Module | None, batch: Any, sink: Any = None, *, is_shaken: bool = False) -> Named:
-        """Compute on rank 0, perhaps a rounding error away; return loss ("") and gradients there. Collective."""
+        """Compute on rank 0; return loss ("") and gradients there. Collective.
+
+        ``is_shaken``: from parameters a rounding error away from those of the call before.
+        """
         result: Named = {}
         own = {} if plain is None else {name: tensor for name, *_, tensor in names.named_tensors(plain, "parameters")}
-        random = torch.Generator().manual_seed(0)
-        for name, value in compare.gathered_tensors(dict(self._trainer.model.named_parameters())):
-            if is_shaken and name in own and own[name].requires_grad:
-                value = value.clone()
-                compare.shake(value, torch.promote_types(value.dtype, torch.float32), random)
-            if name in own:
-                own[name].data.copy_(value)
+        parameters = dict(self._trainer.model.named_parameters())
+        if is_shaken:
+            random = torch.Generator().manual_seed(0)
+            for parameter in [own[name] for name in parameters if name in own]:
+                if parameter.requires_grad:
+                    compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
+        else:
+            for name, value in compare.gathered_tensors(parameters):
+                if name in own:
+                    own[name].data.copy_(value)
 
         def compute() -> None:
             assert plain is not None
