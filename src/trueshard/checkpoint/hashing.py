@@ -109,8 +109,8 @@ def hashes_here(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the hash of this rank's part of each tensor, 0 to 2**64 - 1. Waits once for each device."""
     sums = list(map(_sum_here, tensors))
     result = [0] * len(sums)
-    for device in dict.fromkeys(each.device for each in sums):
-        places = [i for i, each in enumerate(sums) if each.device == device]
+    for device in dict.fromkeys(total.device for total in sums):
+        places = [i for i, total in enumerate(sums) if total.device == device]
         for i, value in zip(places, torch.stack([sums[i] for i in places]).tolist(), strict=True):
             result[i] = value & _MASK
     return result

@@ -70,21 +70,21 @@ def adapter_argument(draft: Draft, key: str, value: Any) -> None:
 
 def data(draft: Draft, key: str, value: Any) -> None:
     """Read a list of data sets: paths, and one format; what concerns records is lost by name."""
-    listed = [table(each) for each in checked(value, isinstance(value, list), value, "an array of tables")]
+    listed = [table(source) for source in checked(value, isinstance(value, list), value, "an array of tables")]
     sources, lost, formats = [], set[str](), set[str | None]()
-    for each in listed:
-        files = each.get("data_files")
+    for source in listed:
+        files = source.get("data_files")
         files = files[0] if isinstance(files, list) and len(files) == 1 else files
-        sources.append({"path": text(files if isinstance(files, str) else each.get("path"))})
+        sources.append({"path": text(files if isinstance(files, str) else source.get("path"))})
         lost |= {"data_files"} if isinstance(files, list) else set()
-        word = draft.word(key, re.split(r"[.:]", str(each.get("type")))[0])
+        word = draft.word(key, re.split(r"[.:]", str(source.get("type")))[0])
         form = word.sets.get("data.path")
         lost |= {"type"} if word.none else set()
         formats.add("vision" if form == "chat" and "processor_type" in draft.given else form)
-        for name in set(each) - TAKEN:
+        for name in set(source) - TAKEN:
             if name in OF_ONE and len(listed) == 1:
-                draft.put(OF_ONE[name], each[name], key, given=each[name])
-            elif each[name] not in (None, *AS_HERE.get(name, ())):
+                draft.put(OF_ONE[name], source[name], key, given=source[name])
+            elif source[name] not in (None, *AS_HERE.get(name, ())):
                 lost.add(name)
     mix(draft, key, sources, lost, {None} if draft.get("rl") else formats)
     if key == "pretraining_dataset" and integer(draft.get("max_steps", -1)) > 0:

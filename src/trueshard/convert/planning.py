@@ -247,7 +247,7 @@ def best_of(
         ranks = ranks_along(request, axis)
         if ranks != ranks_along(theirs, axis) and not spoken(kind, draft, f"shard.{axis}", ranks):
             raise ValueError(f"{kind.title} has no key for {axis}")
-    sharing, before = (math.prod(sizes_of(each).values()) for each in (request, theirs))
+    sharing, before = (math.prod(sizes_of(degrees).values()) for degrees in (request, theirs))
     of_rank, rest = divmod(theirs.microbatch * theirs.accumulation * sharing, before)
     if rest or of_rank % theirs.microbatch:
         raise ValueError(f"the batch of a step does not divide by {request.ranks // sharing} ranks")

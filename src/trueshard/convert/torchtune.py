@@ -66,9 +66,9 @@ def mixture(draft: Draft, key: str, value: Any) -> None:
     """Read several data sets, of which path and format stay."""
     listed = [table(source) for source in checked(value, isinstance(value, list), value, "an array of tables")]
     words = [draft.word("dataset._component_", source.get("_component_")).sets for source in listed]
-    paths = [_place(each.get("source"), each.get("data_files")) for each in listed]
+    paths = [_place(source.get("source"), source.get("data_files")) for source in listed]
     paths = [path or sets.get("data.path") for path, sets in zip(paths, words, strict=True)]
-    lost = {part for each in listed for part in each} - {"_component_", "source", "data_files", "transform"}
+    lost = {part for source in listed for part in source} - {"_component_", "source", "data_files", "transform"}
     mix(draft, key, [{"path": path} for path in paths if path], lost, {sets.get("data.format") for sets in words})
 
 

@@ -179,7 +179,7 @@ def finish(draft: Draft) -> None:
         draft.ask("adapter.targets", '["q_proj", "v_proj"]', what)
 
 
-def policy(draft: Draft, each: str, accumulated: str) -> None:
+def policy(draft: Draft, of_rank: str, accumulated: str) -> None:
     """Set `[rl]`, once the batch is set from their keys for the answers of a rank and its microbatches."""
     draft.tree["rl.skip_equal"] = False
     draft.origins["rl.skip_equal"] = "as there: every group stays"
@@ -188,7 +188,7 @@ def policy(draft: Draft, each: str, accumulated: str) -> None:
         multiple = math.lcm(int(example[0]), of_prompt)
         draft.asked["train.batch_size"] = (str(multiple), f"{example[1]}; a multiple of rl.samples")
     reinforcement.soft(draft, str(draft.get("loss_type")).lower(), "sapo_temperature_pos", "sapo_temperature_neg")
-    _updates(draft, each, accumulated)
+    _updates(draft, of_rank, accumulated)
     reinforcement.evaluate_as_trained(draft, EVALUATION)
     reinforcement.start(draft, "dataset_name")
 
@@ -204,7 +204,7 @@ def _length(draft: Draft) -> None:
         draft.put("train.sequence_length", prompt + answer, key, f"{prompt} + {answer}", given=prompt)
 
 
-def _updates(draft: Draft, each: str, accumulation: str) -> None:
+def _updates(draft: Draft, of_rank: str, accumulation: str) -> None:
     """Set `rl.updates`: optimizer steps on what is generated at a time."""
     if None not in (draft.get(GENERATED), draft.get(PER_GENERATION)):
         raise Wrong(f"{GENERATED} and {PER_GENERATION} say the same; keep one")
@@ -218,7 +218,7 @@ def _updates(draft: Draft, each: str, accumulation: str) -> None:
         draft.tell(key, "set", NEEDS_RANKS, "rl.updates")
         return
     else:
-        microbatches, rest = divmod(draft.count(key), draft.count(each) * draft.ranks)
+        microbatches, rest = divmod(draft.count(key), draft.count(of_rank) * draft.ranks)
     if rest or microbatches % accumulated:
         raise Wrong(f"{key} = {draft.get(key)} is no multiple of the batch of a step; change {accumulation}")
     draft.put("rl.updates", microbatches // accumulated, key, f"/ {accumulation}")

@@ -290,8 +290,8 @@ class Accelerator(accelerate.Accelerator):
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
         self._step = None
         if self._models:
-            found = load(Path(folder, FOLDER), **self._content(self._models), rng=False)
-            self._step = found["accelerate"]["step"]
+            content = load(Path(folder, FOLDER), **self._content(self._models), rng=False)
+            self._step = content["accelerate"]["step"]
         models.clear()
 
 

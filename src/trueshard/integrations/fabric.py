@@ -68,8 +68,8 @@ class TrueShardFabricStrategy(ShardsModules, Base):
             trueshard.load(path, model=state, strict=strict, rng=False)
             return {}
         models, optimizers, rest = _sorted(state or {})
-        found = trueshard.load(path, model=models or None, optimizer=optimizers or None, strict=strict)
-        saved = unpack(path, found, weights_only)
+        content = trueshard.load(path, model=models or None, optimizer=optimizers or None, strict=strict)
+        saved = unpack(path, content, weights_only)
         if (missing := [key for key in rest if key not in saved]) and strict:
             raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or give strict=False")
         for key in rest.keys() & saved.keys():

@@ -153,8 +153,8 @@ class TrueShardStrategy(ShardsModules, Base):
             return super().load_checkpoint(path, weights_only)
         fits = module.trainer.state.fn == "fit"
         optimizers = self._named_optimizers() if fits else None
-        found = trueshard.load(path, model=module, optimizer=optimizers, strict=module.strict_loading, rng=fits)
-        return unpack(path, found, weights_only)
+        content = trueshard.load(path, model=module, optimizer=optimizers, strict=module.strict_loading, rng=fits)
+        return unpack(path, content, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.lightning_restore_optimizer:

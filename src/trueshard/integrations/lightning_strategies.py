@@ -141,12 +141,12 @@ def save_folder(strategy: Any, path: str | os.PathLike[str], rest: Mapping[str, 
     strategy.barrier()
 
 
-def unpack(path: str, found: Mapping[str, Any], weights_only: bool | None) -> dict[str, Any]:
+def unpack(path: str, content: Mapping[str, Any], weights_only: bool | None) -> dict[str, Any]:
     """Return what ``save_folder`` pickled."""
-    if ENTRY not in found:
+    if ENTRY not in content:
         raise ValueError(
             f"{path} holds no state of Lightning, only weights: load them by trueshard.load({path!r}, model=module), "
             "and leave out the path here"
         )
-    data = io.BytesIO(found[ENTRY].numpy().tobytes())
+    data = io.BytesIO(content[ENTRY].numpy().tobytes())
     return dict(torch.load(data, map_location="cpu", weights_only=weights_only))

@@ -112,7 +112,7 @@ class ShardedTrainer(_Trainer):
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Any, Any]:
         if self.get_cp_size() > 1:
-            owner = next(each for each in type(self).__mro__ if "compute_loss" in vars(each))
+            owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls))
             if owner.__module__.startswith("trl.") and owner.__name__ != "SFTTrainer":
                 raise TrueShardValueError(f"cp_size: {owner.__name__}'s loss is of whole sequences; set it to 1")
             own = {key: getattr(self, key, None) for key in ("label_smoother", "compute_loss_func")}

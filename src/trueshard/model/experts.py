@@ -35,7 +35,7 @@ def by_grouped_products(root: nn.Module) -> dict[str, Any]:
     It counts the rows of each expert by ``histc``, which has no deterministic kernel on CUDA.
     """
     modules: dict[str, Any] = {name: module for name, module in root.named_modules() if _is_stacked(module)}
-    kinds = {name: getattr(getattr(each, "config", None), KIND, None) for name, each in modules.items()}
+    kinds = {name: getattr(getattr(module, "config", None), KIND, None) for name, module in modules.items()}
     return {name: module for name, module in modules.items() if kinds[name] == "grouped_mm"}
 
 

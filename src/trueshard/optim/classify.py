@@ -200,7 +200,7 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
     """Raise Refused if it reaches parameters by another way than its groups, or has random numbers of its own."""
     members = family(optimizer)
     ours = {id(p) for member in members for group in member.param_groups for p in group["params"]}
-    known = {id(each) for member in members for each in (member.param_groups, *member.param_groups, member.state)}
+    known = {id(table) for member in members for table in (member.param_groups, *member.param_groups, member.state)}
     for member in members:
         for name, attribute in vars(member).items():
             if name == BINDING or name.endswith("_hooks"):
@@ -208,7 +208,7 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
             for _, value in trial.held_by(attribute, set(known)):
                 if isinstance(value, nn.Module) and any(id(p) in ours for p in value.parameters()):
                     raise Refused(f"it holds the model itself (its attribute {name!r})")
-                other = isinstance(value, torch.optim.Optimizer) and not any(value is each for each in members)
+                other = isinstance(value, torch.optim.Optimizer) and not any(value is one for one in members)
                 if id(value) in ours or (other and any(id(p) in ours for g in value.param_groups for p in g["params"])):
                     raise Refused(f"it keeps parameters beside its groups (its attribute {name!r})")
                 if isinstance(value, torch.Generator):
@@ -263,9 +263,9 @@ def _try_again(attempt: functools.partial[Result], verdicts: list[Verdict]) -> N
 
     def fits(k: int, place: Place, cut: int | None, inside: bool = False) -> bool:
         with contextlib.suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            found = attempt(only=place, cut=cut, inside=inside)
+            alone = attempt(only=place, cut=cut, inside=inside)
             rank = None if cut is None else 0
-            return _same_settings(together, found, (place[0], -1)) and not _differs(together, found, [k], rank, inside)
+            return _same_settings(together, alone, (place[0], -1)) and not _differs(together, alone, [k], rank, inside)
         return False
 
     for k, place in enumerate(_places(attempt.args[1])):
@@ -297,7 +297,7 @@ def _try_shapes(optimizer: torch.optim.Optimizer, tried: list[Tried], verdicts: 
         shapes = trial.outermost({tuple(p.shape) for p in group["params"] if p.ndim and p.numel()})
         for number, shape in enumerate(shapes):
             steps = trial.LARGE_STEPS if number else STEPS
-            if verdicts[g].whole or any(_goes_like(each, g, shape, steps) for each in tried):
+            if verdicts[g].whole or any(_goes_like(earlier, g, shape, steps) for earlier in tried):
                 continue
             smaller = trial.within(shape)
             stand_ins = [[smaller] * 2 * (g == k) for k in range(len(verdicts))]
@@ -305,7 +305,8 @@ def _try_shapes(optimizer: torch.optim.Optimizer, tried: list[Tried], verdicts: 
             verdicts[g].whole |= smaller != shape and not _goes_like(tried[-1], g, shape, steps)
         if verdicts[g].inside and not verdicts[g].whole:
             verdicts[g].inside = all(
-                any(_goes_like(each, g, shape, STEPS, least=(1,) * len(shape)) for each in tried) for shape in shapes
+                any(_goes_like(earlier, g, shape, STEPS, least=(1,) * len(shape)) for earlier in tried)
+                for shape in shapes
             )
 
 

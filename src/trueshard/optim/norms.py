@@ -100,7 +100,7 @@ def clip_grad_norm_(
         counted = [p.grad for p in members if p.grad is not None and ((tie := tie_of(p)) is None or tie.is_first)]
         total = _over_stages(group_shards(counted), order, foreach, over)
     if error_if_nonfinite and not torch.isfinite(total):
-        norms = _norms(groups, order, foreach, each=True) if groups else total.new_zeros(0)
+        norms = _norms(groups, order, foreach, one_by_one=True) if groups else total.new_zeros(0)
         raise TrueShardRuntimeError(_not_finite(grads, norms, total, norm_type))
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if scale.device.type == "cpu" and scale.item() == 1.0:  # on an accelerator, looking would wait for it
@@ -134,7 +134,7 @@ def _promoted(groups: Sequence[ShardGroup]) -> torch.dtype:
 
 def _total(groups: Sequence[ShardGroup], order: float, foreach: bool | None) -> torch.Tensor:
     """Return the norm of all ``groups`` together, not rounded yet. Collective over their meshes."""
-    return torch.linalg.vector_norm(_norms(groups, order, foreach, each=order == 0), order)
+    return torch.linalg.vector_norm(_norms(groups, order, foreach, one_by_one=order == 0), order)
 
 
 def _over_stages(groups: Sequence[ShardGroup], order: float, foreach: bool | None, stages: DeviceMesh) -> torch.Tensor:
@@ -153,29 +153,29 @@ def _over_stages(groups: Sequence[ShardGroup], order: float, foreach: bool | Non
     return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
-def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, each: bool) -> torch.Tensor:
-    """Return the norm of all that is sharded over the same ranks, or of ``each`` tensor as given: 1-D. Collective."""
+def _norms(groups: Sequence[ShardGroup], order: float, foreach: bool | None, *, one_by_one: bool) -> torch.Tensor:
+    """Return the norm of all that is sharded over the same ranks, or of each tensor as given: 1-D. Collective."""
     device = groups[0].device
     by_ranks: dict[Ranks | None, list[ShardGroup]] = {}
     for group in groups:
         by_ranks.setdefault(group.ranks, []).append(group)
     results = []
     for ranks, members in by_ranks.items():
-        norms = torch.cat([_local_norms(group, order, foreach, each).to(device) for group in members])
-        norms = norms if each else torch.linalg.vector_norm(norms, order, keepdim=True)
+        norms = torch.cat([_local_norms(group, order, foreach, one_by_one).to(device) for group in members])
+        norms = norms if one_by_one else torch.linalg.vector_norm(norms, order, keepdim=True)
         results.append(norms if ranks is None else _across(ranks, norms, order))
     norms = torch.cat(results)
-    if not each or len(groups) == 1:
+    if not one_by_one or len(groups) == 1:
         return norms
     indices = [index for members in by_ranks.values() for group in members for index in group.indices]
     return norms[torch.tensor(indices, device=device).argsort()]
 
 
-def _local_norms(group: ShardGroup, order: float, foreach: bool | None, each: bool) -> torch.Tensor:
+def _local_norms(group: ShardGroup, order: float, foreach: bool | None, one_by_one: bool) -> torch.Tensor:
     """Return norms of this rank's shards, or of pieces of them; of an empty one, what does not change the total."""
     # bfloat16 and float16 are too coarse to be squared and added over ranks; rounding comes at the end.
     dtype = torch.promote_types(group.dtype, torch.float32)
-    separate = each or foreach is False
+    separate = one_by_one or foreach is False
     shards = group.shards if separate else group.pieces
     if not separate and shards and group.device.type == "cpu" and all(map(torch.Tensor.is_contiguous, shards)):
         small = sum(map(torch.Tensor.numel, shards)) <= _COPIED

@@ -32,7 +32,7 @@ class StepRuns:
         tables: list[dict[Any, Any]] = [*self._groups]
         tables += [table for member in members for table in (member.state, vars(member))]
         self._tables = {id(table): table for table in tables}
-        self._fixed: dict[int, Any] = {id(each): each for each in (*members, *tables)}
+        self._fixed: dict[int, Any] = {id(kept): kept for kept in (*members, *tables)}
         """Objects that a copy of a setting refers to as the original does."""
         self._met: set[int] = set()
         """``id`` of the tables that the present run changes."""

@@ -34,7 +34,7 @@ def adapter_styles(name: str, adapter: Any, word: str) -> dict[str, str]:
     if _is_lora(adapter):
         # The second matrix makes the outputs, the first takes the inputs; the low rank between is on every rank.
         matrix = ("lora_B" if style.dim == -2 else "lora_A") if style.linear else None
-        matrices = {f"{name}.{matrix}.{each}": word for each in adapter.lora_A} if matrix else {}
+        matrices = {f"{name}.{matrix}.{adapter_name}": word for adapter_name in adapter.lora_A} if matrix else {}
         return {f"{name}.base_layer": word} | matrices
     if saved := getattr(adapter, "modules_to_save", None):
         return {f"{name}.{path}": word for path in ("original_module", *(f"modules_to_save.{key}" for key in saved))}

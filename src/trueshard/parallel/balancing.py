@@ -77,7 +77,7 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
         knows = _is_known(original)
         if not knows and _is_mean_over_sequences(original):
             return original
-    told: list[bool] = []
+    warned: list[bool] = []
 
     def add_up(x: torch.Tensor) -> torch.Tensor:
         for group in mesh.get_all_groups():
@@ -94,8 +94,8 @@ def _over_ranks(original: Callable[..., Any], plan: Plan, mesh: DeviceMesh) -> C
                 )
         if knows:
             return _balancing_loss(add_up, *args, **kwargs)
-        if not told:
-            told.append(True)
+        if not warned:
+            warned.append(True)
             warn_user(
                 f"{original.__module__}.{original.__qualname__} balances routers over the tokens of each rank by "
                 "themselves, which is not what one device computes: it is none of the forms that ranks can add up; "

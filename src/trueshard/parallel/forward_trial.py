@@ -172,7 +172,7 @@ def _width(holder: Any) -> int:
     find = getattr(holder, "get_input_embeddings", None)
     embeddings: Any = find() if callable(find) else None
     inside = [] if embeddings is None else embeddings.modules()  # an adapter may be around it
-    width = next((each.embedding_dim for each in inside if hasattr(each, "embedding_dim")), None)
+    width = next((module.embedding_dim for module in inside if hasattr(module, "embedding_dim")), None)
     if not isinstance(width, int):
         raise RuntimeError(f"{_torch.own_class(holder).__name__} has no input embeddings that say their width")
     return width
@@ -226,7 +226,7 @@ def copy_without_hooks(module: nn.Module) -> nn.Module:
     kind: Any = _torch.own_class(module)
     copied: nn.Module = object.__new__(kind)
     copied.__dict__.update(module.__dict__)
-    if inspect.unwrap(copied.forward, stop=lambda each: each is kind.forward) is kind.forward:
+    if inspect.unwrap(copied.forward, stop=lambda function: function is kind.forward) is kind.forward:
         copied.__dict__.pop("forward", None)
     for key in (_torch.COMPILED_CALL, "_output_capturing_hooks_installed"):  # a mark of transformers, of its hooks
         copied.__dict__.pop(key, None)

@@ -167,7 +167,7 @@ class Comparison:
         for path, module in names.named_modules(copied):
 
             def note(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                results["module", path] = next((each.detach() for each in _floats_in(output)), None)
+                results["module", path] = next((tensor.detach() for tensor in _floats_in(output)), None)
                 results["draws", path] = torch.tensor(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
             handles.append(module.register_forward_hook(note))
@@ -202,13 +202,13 @@ class Comparison:
             if kind in ("module", "draws"):
                 continue
             held = held_by_name[name] if kind == "parameter" else None
-            found = [part.get((kind, name)) for part in parts]
+            computed = [part.get((kind, name)) for part in parts]
             cut = [value if held is None or value is None else self._part(held, value, r) for r in range(self.ranks)]
             least = 0.0 if kind == "output" else floor
-            off = next(filter(None, (_off(one, two, least) for one, two in zip(cut, found, strict=True))), "")
+            off = next(filter(None, (_off(one, two, least) for one, two in zip(cut, computed, strict=True))), "")
             if off and held is not None and value is not None:
                 style = self.styles.get(name) or self.styles.get(name.rpartition(".")[0], REPLICATE)
-                same = [one for one in found if one is not None and one.shape == value.shape]
+                same = [one for one in computed if one is not None and one.shape == value.shape]
                 if style != SUMMED and same and not _off(value, torch.stack(same).sum(0), floor):
                     added |= dict.fromkeys(held.names, SUMMED)
                     continue
@@ -221,9 +221,9 @@ class Comparison:
     def _where(self, whole: Results, parts: list[Results]) -> str:
         """Return the first module that returns other values of the same shape, inner ones first, in words."""
         for (kind, path), value in whole.items():
-            found = parts[0].get((kind, path))
-            same = kind == "module" and value is not None and found is not None and value.shape == found.shape
-            if same and self.parts is None and _off(value, found):
+            computed = parts[0].get((kind, path))
+            same = kind == "module" and value is not None and computed is not None and value.shape == computed.shape
+            if same and self.parts is None and _off(value, computed):
                 return f", first in what {self._full(path)!r} returns"
         return ""
 
@@ -240,13 +240,13 @@ class Comparison:
         )
 
 
-def _off(expected: torch.Tensor | None, found: torch.Tensor | None, least: float = 0.0) -> str:
-    """Return how far ``found`` is off, in words; "" if it is not. None is zeros."""
-    if expected is None or found is None:
-        return "" if max(_size(expected), _size(found)) <= least else "where one of them has none"
-    if expected.shape != found.shape:
-        return f"in shape: {tuple(found.shape)} for {tuple(expected.shape)}"
-    size, far = _size(expected), _size(expected - found)
+def _off(expected: torch.Tensor | None, actual: torch.Tensor | None, least: float = 0.0) -> str:
+    """Return how far ``actual`` is off, in words; "" if it is not. None is zeros."""
+    if expected is None or actual is None:
+        return "" if max(_size(expected), _size(actual)) <= least else "where one of them has none"
+    if expected.shape != actual.shape:
+        return f"in shape: {tuple(actual.shape)} for {tuple(expected.shape)}"
+    size, far = _size(expected), _size(expected - actual)
     return "" if far <= _RELATIVE * size + least else f"by {far / max(size, 1e-30):.2g} of its size"
 
 

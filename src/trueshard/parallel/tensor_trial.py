@@ -60,8 +60,8 @@ def try_plan(index: Index, plan: Plan, mesh: DeviceMesh) -> tuple[Plan, Untried]
             trial.run()
         except ValueError as raised:
             error = str(raised)
-    found = error, trial.tried, trial.added, trial.untried, trial.kinds
-    error, tried, added, untried, trial.kinds = distributed.gather_objects(found, mesh)[0]
+    outcome = error, trial.tried, trial.added, trial.untried, trial.kinds
+    error, tried, added, untried, trial.kinds = distributed.gather_objects(outcome, mesh)[0]
     if error:
         raise ValueError(error)
     plan = dataclasses.replace(plan, styles={**plan.styles, **added}, tried=(*plan.tried, *tried))
@@ -95,10 +95,10 @@ class _Trial:
 
     def run(self) -> None:
         with _torch.real_tensors():
-            found = [self._try_guesses(alike[0], ("",), alike) for alike in self._try_by_holders()]
+            errors = [self._try_guesses(alike[0], ("",), alike) for alike in self._try_by_holders()]
             blocks = tuple(f"{name}." for alike in self.kinds for name in alike)
             ways = ("tensor", "tuple") if blocks else ("",)
-            outside = any(found) or any(not f"{name}.".startswith(blocks) for name in self.shared)
+            outside = any(errors) or any(not f"{name}.".startswith(blocks) for name in self.shared)
             if outside and (error := self._try_guesses("", ways, [""])):
                 raise error
 
@@ -158,10 +158,10 @@ class _Trial:
         parameters = inspect.signature(module.forward).parameters.values()
         if sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1:
             return
-        every = [each for _, each in names.named_modules(module)]
-        if rows := [each.num_embeddings for each in every if isinstance(each, nn.Embedding)]:
+        every = [inner for _, inner in names.named_modules(module)]
+        if rows := [inner.num_embeddings for inner in every if isinstance(inner, nn.Embedding)]:
             yield torch.randint(0, min(rows), (2, LENGTH), generator=self.noise)
-        for width in dict.fromkeys(getattr(each, "in_features", None) for each in every):
+        for width in dict.fromkeys(getattr(inner, "in_features", None) for inner in every):
             if isinstance(width, int):
                 yield torch.randn(2, LENGTH, width, generator=self.noise)
                 yield torch.randn(2, width, generator=self.noise)

@@ -406,8 +406,8 @@ def grid(request: Request, study: Study, progress: Progress = lambda line: None)
         progress(f"Point {len(points) + 1} of {len(FACTORS) ** len(SLIDERS)} of the sliders")
         changed: dict[str, Any] = dict(zip(SLIDERS, point, strict=True))
         try:
-            found = study if point == start else solve(dataclasses.replace(fixed, **changed))
-            points.append(dataclasses.asdict(found.forecast))
+            solved = study if point == start else solve(dataclasses.replace(fixed, **changed))
+            points.append(dataclasses.asdict(solved.forecast))
         except ValueError as error:
             points.append({"problem": str(error)})
     return {

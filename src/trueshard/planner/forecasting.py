@@ -112,9 +112,9 @@ def study_job(job: Job, cluster: Cluster, budget: int | None = None, simulator: 
     forecast = forecast_of(job, cluster, budget, made, sums)
     plan = dataclasses.replace(made.plan, forecast=forecast)
     kept = job.workload.snapshots
-    told = failure_cost(plan, cluster.hardware, *kept) if cluster.ranks > 1 and cluster.hardware.streams else None
+    failures = failure_cost(plan, cluster.hardware, *kept) if cluster.ranks > 1 and cluster.hardware.streams else None
     assumptions = assumptions_of(job, made)
-    return Study(plan, forecast, made.steady, line, assumptions=assumptions, score=made.score, failures=told)
+    return Study(plan, forecast, made.steady, line, assumptions=assumptions, score=made.score, failures=failures)
 
 
 def budget_on(cluster: Cluster, budget: int | None) -> int:

@@ -102,8 +102,8 @@ class GeneratedAnswers(SamplesWriter):
         self._sampling = Sampling(section.temperature, section.top_p, section.top_k, seed=config.train.seed + 1)
         self._questions = {
             name: [
-                Question(number, *found)
-                for number, found in enumerate(islice(prompts_of(config, samples), section.generate))
+                Question(number, *prompt)
+                for number, prompt in enumerate(islice(prompts_of(config, samples), section.generate))
             ]
             for name, samples in data.evaluation.items()
         }
@@ -111,7 +111,7 @@ class GeneratedAnswers(SamplesWriter):
     def on_start(self, trainer: Trainer) -> None:
         super().on_start(trainer)
         self._trainer = trainer
-        few = {name: len(each) for name, each in self._questions.items() if len(each) < self._wanted}
+        few = {name: len(questions) for name, questions in self._questions.items() if len(questions) < self._wanted}
         if few and trainer.rank == 0:
             counts = ", ".join(f"{count} {f'of {name}' * bool(name)}".rstrip() for name, count in few.items())
             logger.warning("prompts that fit, of evaluation.generate = %d: %s", self._wanted, counts)
@@ -125,7 +125,7 @@ class GeneratedAnswers(SamplesWriter):
                 measured: list[list[Any]] = []  # of each answer, by each metric
                 for first in range(0, len(questions), at_once):
                     asked = questions[first : first + at_once]
-                    requests = [Request((0, each.number, 0), each.ids, most=self._most) for each in asked]
+                    requests = [Request((0, question.number, 0), question.ids, most=self._most) for question in asked]
                     answers = engine.generate(requests, self._sampling)
                     pairs = list(zip(asked, answers, strict=True))
                     scored = divided(pairs, lambda part: [self._measured(*pair) for pair in part])
@@ -161,4 +161,4 @@ class GeneratedAnswers(SamplesWriter):
             return result | {"set": name, "target": target, "advantage": None}
 
         lines = ((*pair, values) for pair, values in zip(pairs, scored, strict=True))
-        on_first_rank(lambda: self.write([line_of(*each) for each in lines]))
+        on_first_rank(lambda: self.write([line_of(*shown) for shown in lines]))

@@ -87,7 +87,7 @@ class PreferenceLoss:
         keys = [f"rewards_{key}" for key in ("chosen", "rejected", "margins", "accuracies")]
         values = zip(*((c, r, c - r, float(c > r)) for c, r in pairs), strict=True)
         # Sorted: a sum in an order that does not depend on the number of ranks.
-        return {key: sum(sorted(each)) / len(pairs) for key, each in zip(keys, values, strict=False)}
+        return {key: sum(sorted(measured)) / len(pairs) for key, measured in zip(keys, values, strict=False)}
 
 
 @contextlib.contextmanager

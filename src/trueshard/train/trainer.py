@@ -203,9 +203,9 @@ class Trainer:
                 record, score = self.take_step(), math.nan
                 # No evaluation because of a stop: a resumed run is to be the same as one that never stopped.
                 if self.evaluation is not None and (self.step == self.steps or self._due(self.evaluate_every)):
-                    found = self.evaluate()
-                    record |= {f"evaluation_{key}": value for key, value in found.items()}
-                    score = self.evaluation.score(found)
+                    metrics = self.evaluate()
+                    record |= {f"evaluation_{key}": value for key, value in metrics.items()}
+                    score = self.evaluation.score(metrics)
                 try:
                     self._tell("on_step", record)
                 except ReplicasDiffer as error:

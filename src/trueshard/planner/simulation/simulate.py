@@ -359,8 +359,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
 
 def _snapshot_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Return the size of the file that a snapshot makes of this rank's part, with this machine's random generators."""
-    each = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
-    tensors, _ = state.collect(*state.by_prefix(model, each), {}, None)
+    by_number = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
+    tensors, _ = state.collect(*state.by_prefix(model, by_number), {}, None)
     held = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()} | {"rng": state.random_state()[1]}
     return place(held, dict.fromkeys(held, ()))[1]
 

@@ -195,7 +195,7 @@ class ChatTemplate:
         begin = whole.beginning(context)
         answers = [number for number, message in enumerate(turns) if message["role"] == "assistant"]
         silent = [number for number in answers if turns[number].get("weight") == 0]
-        found = partial(whole.answer, ends=self._ends)
+        answer_span = partial(whole.answer, ends=self._ends)
         if not self.answers_only:
             spans = [(begin, len(text))]
         elif self._marked:
@@ -204,8 +204,8 @@ class ChatTemplate:
                 silent = []
             spans = [span for span in marked if span[0] >= begin]
         else:
-            spans = [found(number) for number in answers if number >= context]
-        for first, last in map(found, silent):
+            spans = [answer_span(number) for number in answers if number >= context]
+        for first, last in map(answer_span, silent):
             spans = [part for a, b in spans for part in ((a, min(b, first)), (max(a, last), b)) if part[0] < part[1]]
         if not any(first < last for first, last in spans):
             what = "nothing that the assistant says (and whose weight is not 0), so nothing to learn"
@@ -216,7 +216,7 @@ class ChatTemplate:
             if self._marked and self._compared < COMPARED and not notes:
                 self._compared += 1
                 with suppress(UserError):  # they cannot be found
-                    notes = [*_unmarked(text, spans, map(found, answers))]
+                    notes = [*_unmarked(text, spans, map(answer_span, answers))]
             for note in notes:
                 self.notes.setdefault(note, where)
         return Rendered(text, spans)
@@ -376,9 +376,9 @@ class _Written(NamedTuple):
         return first, len(self.text) - _shared(self.text[first:][::-1], changed[first:][::-1])
 
 
-def _unmarked(text: str, spans: list[Span], found: Iterable[Span]) -> Iterator[str]:
+def _unmarked(text: str, spans: list[Span], answers: Iterable[Span]) -> Iterator[str]:
     """Yield that the marks of a template leave out a part of an answer that is found without them."""
-    for first, last in found:
+    for first, last in answers:
         places = [at for at in range(first, last) if not text[at].isspace()]
         if left := [at for at in places if not any(begin <= at < end for begin, end in spans)]:
             shown = text[left[0] : min(left[-1] + 1, left[0] + 60)]

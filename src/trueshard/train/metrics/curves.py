@@ -106,8 +106,8 @@ PANELS = (
 
 def _panels(runs: Sequence[RunRecords]) -> list[Panel]:
     """Return ``PANELS``, and one for each other metric of an evaluation that is not of rewards."""
-    found = {key for run in runs for record in run.records for key in record if key.startswith("evaluation_")}
-    more = sorted(found - {panel.key for panel in PANELS}) if "evaluation_reward" not in found else []
+    keys = {key for run in runs for record in run.records for key in record if key.startswith("evaluation_")}
+    more = sorted(keys - {panel.key for panel in PANELS}) if "evaluation_reward" not in keys else []
     shown = [key for key in more if not key.endswith(("count", "perplexity"))]
     return [*PANELS, *(Panel(key, f"Evaluation: {key[11:]}", "signed", noisy=False) for key in shown)]
 

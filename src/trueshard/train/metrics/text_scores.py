@@ -33,7 +33,7 @@ def mean(measured: Sequence[Scores]) -> Scores:
     for scores in measured:
         for key, value in scores.items():
             values.setdefault(key, []).append(value)
-    return {key: math.fsum(each) / len(each) for key, each in values.items()}
+    return {key: math.fsum(scores) / len(scores) for key, scores in values.items()}
 
 
 class Metric(NamedTuple):
@@ -99,7 +99,7 @@ def metric_of(words: str) -> Metric:
         with blamed(KEY, words):
             value = call(answer, target, prompt)
             values = value if isinstance(value, Mapping) else {name: value}
-            return {str(key): number(f"{key} is", each) for key, each in values.items()}
+            return {str(key): number(f"{key} is", score) for key, score in values.items()}
 
     return Metric(measure)
 

@@ -148,8 +148,8 @@ def with_values(config: Config, settings: Any) -> nn.Module:
                 for name in load_json(file.read_text(encoding="utf-8"))["weight_map"].values():
                     check_name(name, str(file))
             more = options | {"config": _as_in_files(config, settings), "dtype": dtype, "output_loading_info": True}
-            base, found = auto.from_pretrained(str(path), **more)
-        if lacking := sorted(found["missing_keys"]):
+            base, report = auto.from_pretrained(str(path), **more)
+        if lacking := sorted(report["missing_keys"]):
             raise UserError(f"model.path: {path} has no {lacking[0]!r} (and {len(lacking) - 1} more); fetch it again")
         vocabulary.grow(base, settings, config.train.seed)
         return _changed(config, base.train())

@@ -19,8 +19,8 @@ from trueshard.train.models.parameters import seeded
 
 def ends(model: Any) -> list[nn.Module]:
     """Return the embedding and, if there is one, the head; without what an adapter has put around them."""
-    found = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [getattr(module, "original_module", module) for module in found if module is not None]
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [getattr(module, "original_module", module) for module in pair if module is not None]
 
 
 def with_rows(settings: Any, rows: int) -> Any:
@@ -50,8 +50,8 @@ def keep_ends(model: nn.Module) -> None:
 
 def check_trained(model: Any) -> None:
     """Raise `UserError` if new rows of the embedding or the head would stay as they begin."""
-    found = (model.get_input_embeddings(), model.get_output_embeddings())
-    kept = [module for module in found if module is not None and not any(p.requires_grad for p in module.parameters())]
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    kept = [module for module in pair if module is not None and not any(p.requires_grad for p in module.parameters())]
     if kept:
         names = [
             name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in kept)

@@ -93,9 +93,9 @@ class Function:
             ]
             given["completion_ids"] = [sample.tokens for sample in samples]
         else:
-            each = list(map(_verl_input, records, samples))
+            inputs = list(map(_verl_input, records, samples))
             is_batch = self.form == "verl_batch"
-            given = {f"{key}s": [one[key] for one in each] for key in _VERL} if is_batch else each[0]
+            given = {f"{key}s": [one[key] for one in inputs] for key in _VERL} if is_batch else inputs[0]
         return _taken(self.call, given) | self.arguments
 
 

@@ -159,8 +159,8 @@ class VLLMEngine:
         ours: torch.Tensor,  # (probes, length - 1): the model's log-probabilities, from the second token on
     ) -> float:
         """Return the largest difference between the server's log-probabilities and the model's. Rank 0."""
-        told = [self._server.prompt_logprobs(ids, self._served) for ids in self._probes]
-        theirs = torch.tensor(told, dtype=torch.float64)
+        answers = [self._server.prompt_logprobs(ids, self._served) for ids in self._probes]
+        theirs = torch.tensor(answers, dtype=torch.float64)
         differences = (ours - theirs).abs()
         difference = float(differences.max())  # NaN if any is
         problem = f"rollout.url: the server's weights are not those of step {version}"

@@ -58,7 +58,9 @@ def prompt_logprobs_of(content: Any, ids: Sequence[int]) -> list[float]:
     logprobs = entry(_choice(content, prompt=ids), "prompt_logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(ids):
         raise ValueError("without log-probabilities of the prompt (prompt_logprobs)")
-    return [_logprob(entry(each, str(token), "logprob")) for token, each in zip(ids[1:], logprobs[1:], strict=True)]
+    return [
+        _logprob(entry(entry_of, str(token), "logprob")) for token, entry_of in zip(ids[1:], logprobs[1:], strict=True)
+    ]
 
 
 def _choice(content: Any, prompt: Sequence[int]) -> Any:

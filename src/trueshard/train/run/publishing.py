@@ -93,9 +93,9 @@ def card(folder: Path, checkpoint: str, repository: str, form: str) -> str:
 def _public(value: Any) -> Any:
     """Return settings without places of this machine, passwords, and keys of services."""
     if isinstance(value, dict):
-        return {key: "(left out)" if _SECRET.search(key) else _public(each) for key, each in value.items()}
+        return {key: "(left out)" if _SECRET.search(key) else _public(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_public(each) for each in value]
+        return [_public(part) for part in value]
     if not isinstance(value, str):
         return value
     return os.path.basename(value.rstrip("/")) if value[:1] in ("/", "~") else re.sub(r"//[^/@]*@", "//", value)

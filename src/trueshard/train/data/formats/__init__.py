@@ -39,21 +39,21 @@ def find_format(section: DataSection) -> str:
 
     Raises `UserError` that names several, also which file is of which, or one that is not chosen by keys alone.
     """
-    found: dict[str, str] = {}  # format → place of the first such record
+    first_of: dict[str, str] = {}  # format → place of the first such record
     with suppress(UserError):  # of what cannot be read, preparation tells
         for record in firsts(section):
             for name in shown(section, record):
-                found.setdefault(name, record.where)
-    if len(found) > 1:
-        named = ", ".join(f"{name} ({where})" for name, where in found.items())
+                first_of.setdefault(name, record.where)
+    if len(first_of) > 1:
+        named = ", ".join(f"{name} ({where})" for name, where in first_of.items())
         raise UserError(
             f"data.path: its keys show several formats, {named}; choose files of one with data.include, or set "
-            f"data.format to {' or '.join(found)}"
+            f"data.format to {' or '.join(first_of)}"
         )
-    for name, where in found.items():
+    for name, where in first_of.items():
         if name in OWN and (reason := OWN[name].by_name):
             raise UserError(f"{where}: its keys show the format {name!r}, and {reason}")
-    return next(iter(found), "text")
+    return next(iter(first_of), "text")
 
 
 def firsts(section: DataSection, path: str | None = None) -> Iterator[Record]:
