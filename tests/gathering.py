@@ -122,4 +122,5 @@ class _Pickler(pickle.Pickler):
 
 
 def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return (torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)).view(shape)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return (torch.frombuffer(bytearray(content), dtype=dtype) if content else empty).view(shape)

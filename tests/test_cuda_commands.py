@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from emulated_cuda import build
+from benchmarks.gpu.steps import SMALL_SIZES
+from emulated_cuda import MEMORY, build
 from emulated_cuda.running import run
 from running import project
 from trueshard.checkpoint.format import MANIFEST
@@ -72,6 +73,26 @@ def test_a_plan_is_rehearsed(tmp_path: Path) -> None:
         tmp_path, "plan", "rehearse", str(ROOT / "examples" / "models" / "sort"), "--ranks", "2", devices=1
     )
     assert "3 steps on NVIDIA H100 80GB HBM3" in output
+
+
+def test_a_device_without_triton_is_measured_but_for_compiled_units(tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    done = run([sys.executable, "-c", SMALL_SIZES, "plan", "calibrate", str(file)], devices=1)
+    assert done.code == 0, done.output[-4000:]
+    assert "compile.launch_seconds is that of h100: triton" in done.output
+    assert "\neager.launch_seconds = " in file.read_text()
+    assert "compile.launch" not in file.read_text()
+
+
+def test_a_run_out_of_memory_is_planned_anew_for_a_device_that_the_catalogue_does_not_know(tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    words = settings("train.batch_size=64", "train.sequence_length=256", "train.steps=2", "train.on_oom=tighten")
+    words += settings("model.fields.hidden_size=64")
+    command = [sys.executable, "-m", "trueshard", "train", "train.toml", "--nproc", "2", *words]
+    done = run(command, devices=2, cwd=folder, variables={MEMORY: str(100 << 20)})
+    assert done.code == 0, done.output[-4000:]
+    assert not done.faults
+    assert re.search(r"rank \d ran out of memory: .*the plan needs .* train.accumulate = \d \(planned: ", done.output)
 
 
 def test_reinforcement_learning_takes_over_weights_and_updates(tmp_path: Path) -> None:

@@ -77,6 +77,27 @@ CAPTURED = """
         return 2 * values + torch.ones(3, device="cuda")
     print(twice(torch.ones(3, device="cuda")).tolist())
 """
+LACKING = """
+    import io, torch
+    from torch import nn
+    results = []
+    for kind in (nn.GRU, nn.LSTM):
+        for bias in (True, False):
+            for device in ("cpu", "cuda"):
+                torch.manual_seed(0)
+                cells = kind(5, 7, num_layers=2, bias=bias).to(device)
+                inputs = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+                outputs, (*_, last) = cells(inputs)
+                (outputs.square().sum() + last.sum()).backward()
+                results.append([outputs, inputs.grad, *(parameter.grad for parameter in cells.parameters())])
+    for on_cpu, on_device in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close([each.cpu() for each in on_device], on_cpu, rtol=1e-4, atol=1e-5)
+    file = io.BytesIO()
+    torch.save(results[1][1], file)
+    file.seek(0)
+    assert torch.load(file).device.type == "cuda"
+    assert torch.UntypedStorage(4, device="cuda").device.type == "cuda"
+"""
 COLLECTIVES = {
     "the first NCCL call of a group": """
         if rank < 2:
@@ -122,6 +143,13 @@ def test_what_dynamo_captures_runs(tmp_path: Path) -> None:
     done = run([sys.executable, program(tmp_path, CAPTURED)], devices=1)
     assert done.code == 0, done.output
     assert "[3.0, 3.0, 3.0]" in done.output
+
+
+@pytest.mark.rest
+def test_cells_and_storages_that_a_build_for_the_cpu_lacks_are_there(tmp_path: Path) -> None:
+    done = run([sys.executable, program(tmp_path, LACKING)], devices=1)
+    assert done.code == 0, done.output
+    assert not done.faults
 
 
 @pytest.mark.rest

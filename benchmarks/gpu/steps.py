@@ -30,17 +30,18 @@ REHEARSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }
 """Name → fields of the model, and options of `trueshard plan`."""
-_SMALL_SIZES = """
-import os, sys
+SMALL_SIZES = """
+import contextlib, os, sys, types
 from trueshard import cli
 from trueshard.planner import calibrate
 calibrate.LARGE = calibrate.SMALL
 if "EMULATED_CUDA" in os.environ:
-    calibrate._launches = lambda bench: {"eager.launch_seconds": 1.0, "compile.launch_seconds": 1.0}
+    import torch
+    torch.cuda.CUDAGraph, torch.cuda.graph = lambda: types.SimpleNamespace(replay=int), contextlib.nullcontext
 sys.exit(cli.main())
 """
-"""Program: the command line, which measures a GPU with the sizes of a CPU; an emulated one without what is measured of
-compiled functions and CUDA graphs, which do not run there."""
+"""Program: the command line, which measures a GPU with the sizes of a CPU; an emulated one without CUDA graphs, which
+do not run there."""
 VERIFIED: dict[str, list[str]] = {
     "plain": [],
     "fused": ["--set", "optimizer.arguments.fused=true"],
@@ -167,7 +168,7 @@ def calibration(session: Session, step: Step) -> Outcome:
     """Measure the device; ``data``: the hardware file."""
     file = session.out / "here.toml"
     file.unlink(missing_ok=True)
-    command = [*([sys.executable, "-c", _SMALL_SIZES] if session.small else _trueshard()), "plan", "calibrate", file]
+    command = [*([sys.executable, "-c", SMALL_SIZES] if session.small else _trueshard()), "plan", "calibrate", file]
     outcome, _ = session.run(step.name, command, step.limit)
     outcome.data = file.read_text() if file.exists() else None
     return outcome

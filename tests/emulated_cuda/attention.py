@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emulated_cuda import recurrent
+
 
 def register() -> None:
     """Register all for the CUDA device, as long as the process lives."""
@@ -26,6 +28,7 @@ def register() -> None:
         "addmm.dtype_out": lambda *inputs, out, **words: out.copy_(_addmm(*inputs, **words)),
     }.items():
         _library.impl(name, function, "CUDA")
+    recurrent.register(_library)
 
 
 _library = torch.library.Library("aten", "IMPL")

@@ -201,7 +201,7 @@ def _adopt_generators(library: Any) -> None:
 
 def _adopt_storages(library: Any) -> None:
     storage: Any = torch.UntypedStorage
-    resize, clone = storage.resize_, storage.clone
+    resize, clone, make = storage.resize_, storage.clone, storage.__new__
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -216,4 +216,10 @@ def _adopt_storages(library: Any) -> None:
             return clone(self)
         return torch.empty(self.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage().copy_(self)
 
-    storage.resize_, storage.clone = resize_, cloned
+    def made(kind: Any, *arguments: Any, device: Any = None, **more: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return make(kind, *arguments, **more, **({} if device is None else {"device": device}))
+        data = torch.empty(*arguments, dtype=torch.uint8) if isinstance(arguments[0], int) else torch.tensor(*arguments)
+        return data.to(torch.uint8).to(device).untyped_storage()
+
+    storage.resize_, storage.clone, storage.__new__ = resize_, cloned, made

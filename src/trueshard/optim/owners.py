@@ -103,13 +103,6 @@ class Owned:
         return bits_of(self.parameter).sum(dtype=torch.int64)
 
 
-def cut_over(parameter: DTensor) -> Ranks:
-    """Return the ranks that hold different parts of a parameter, of which there are at least two."""
-    ranks = sharded_over(parameter)
-    assert ranks is not None
-    return ranks
-
-
 def update_cost(shape: Sequence[int]) -> int:
     """Return the multiplications of a matrix (or what flattens to one) with its smaller Gram matrix."""
     if len(shape) < 2:
@@ -246,7 +239,9 @@ class Owners:
         if new := [(p, place) for p, place in parameters if id(p) not in self._of]:
             by_ranks: dict[Ranks, list[tuple[DTensor, Place]]] = {}
             for parameter, place in new:
-                by_ranks.setdefault(cut_over(parameter), []).append((parameter, place))
+                ranks = sharded_over(parameter)
+                assert ranks is not None
+                by_ranks.setdefault(ranks, []).append((parameter, place))
             for ranks, members in by_ranks.items():
                 if ranks not in self._holders:
                     self._holders[ranks] = Holders(*ranks)

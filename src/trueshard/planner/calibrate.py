@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ SMALL = Sizes(128, 256, 768, 4, copied=1 << 24, small=200, seconds=0.1)
 UNITS = 12
 """Units of the model of which the host's time for a collective is taken."""
 MODES = ("eager", "compile")
+COMPILED = "compile.launch_seconds"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class Calibration:
             for part in key.split("."):
                 old = old.get(part) if isinstance(old, Mapping) else getattr(old, part)
             rows.append((key, "-" if old is None else f"{old:.4g}", f"{value:.4g}"))
-        return "\n".join([self.device, *table(("", self.base.name, "measured"), rows, right=(1, 2))])
+        lines = [self.device, *table(("", self.base.name, "measured"), rows, right=(1, 2))]
+        if "eager.launch_seconds" in self.measured and COMPILED not in self.measured:
+            lines.append(f"{COMPILED} is that of {self.base.name}: triton, which compiles for a GPU, is not installed")
+        return "\n".join(lines)
 
     def toml(self) -> str:
         """Return the hardware file, which names the catalogue's device as its base."""
@@ -267,14 +272,14 @@ def _launches(bench: _Bench) -> dict[str, float]:
         eager = issued(chain)
         if not bench.on_gpu:
             return _of_modes("kernel_seconds", eager)
-        compiled = issued(torch.compile(chain))
+        launches = {"eager.launch_seconds": eager}
+        if find_spec("triton") is not None:  # else nothing is compiled for a GPU
+            launches[COMPILED] = issued(torch.compile(chain))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
                 chain(small)
-        shortest = bench.sustained(graph.replay, 0.2) / (calls * chained)
-    launches = {"eager.launch_seconds": eager, "compile.launch_seconds": compiled}
-    return launches | _of_modes("kernel_seconds", shortest)
+        return launches | _of_modes("kernel_seconds", bench.sustained(graph.replay, 0.2) / (calls * chained))
 
 
 def _collective_seconds(bench: _Bench, device: Hardware) -> float:

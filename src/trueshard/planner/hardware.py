@@ -173,17 +173,16 @@ def recognise(title: str, memory_bytes: int) -> str | None:
     return name if name is not None and abs(memory_of[name] / memory_bytes - 1) < _SAME_MEMORY else None
 
 
-def hardware_here(device: torch.device) -> Hardware:
+def hardware_here(device: torch.device, otherwise: str | None = None) -> Hardware:
     """Return the catalogue's entry for a CUDA device of this machine with its own memory, or for the CPU.
 
-    Raises:
-        ValueError: the catalogue does not know the device.
+    ``otherwise``: the entry that stands for a device that the catalogue does not know; None: that raises ValueError.
     """
     if device.type == "cpu":
         return hardware("cpu")
     title = torch.cuda.get_device_name(device)
     memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
-    name = recognise(title, memory_bytes)
+    name = recognise(title, memory_bytes) or otherwise
     if name is None:
         raise ValueError(
             f"the planner's catalogue has no device {title!r} with {size(memory_bytes)}: name one with --hardware "

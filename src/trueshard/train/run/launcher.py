@@ -203,11 +203,8 @@ def _nccl_variables(folder: Path) -> dict[str, str]:
     """Return variables that let NCCL end a rank whose collective takes too long, and say first what each had begun."""
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if torch.cuda.is_available():
-        variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        # By the names of today, and by those that torch 2.11 reads.
-        variables |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
-        files = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-        variables |= dict.fromkeys(files, str(folder / RECORDS))
+        variables |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "2000"}
+        variables["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / RECORDS)
     return variables
 
 

@@ -138,16 +138,19 @@ def find_remedy(config: Config, settings: Any, ranks: int, local_ranks: int, dev
     shortage = read(folder)
     if shortage is None:
         return None
+    from trueshard.planner.hardware import hardware_here
     from trueshard.train.run import forecast  # the planner, which few runs need
 
     config = resuming.tightened(config, ranks)  # what an earlier remedy of this run has set
+    # Tensors take as many bytes on any GPU: so a slice of one is planned for, and one that no catalogue has.
+    target = device if device.type == "cpu" else hardware_here(device, otherwise="h100")
     reasons: list[str] = []
 
     @functools.cache
     def planned(*settings_changed: tuple[str, Any]) -> int | None:
         """Return the planned bytes a rank with this change; None where that cannot be planned."""
         changed = resuming.with_settings(config, dict(settings_changed))
-        result = forecast.study(changed, settings, ranks, device, local_ranks)
+        result = forecast.study(changed, settings, ranks, target, local_ranks)
         if isinstance(result, forecast.Unplanned):
             reasons.append(result)
         return forecast.bytes_of(result)
