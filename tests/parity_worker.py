@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import forks
+import on_device
 from forks_child import clear_caches
 from gathering import dumps, whole
 from trueshard.planner import process
@@ -119,6 +120,7 @@ def execute(job: RankCall, begun: Callable[[], None]) -> Answer:
             on_gpu = os.environ.get("TRUESHARD_TEST_DEVICE") == "cuda"
             if on_gpu:
                 torch.cuda.set_device(job.rank)
+                on_device.begin()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=store,
@@ -145,6 +147,7 @@ def serve(descriptor: int, stack_file: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
+    on_device.adopt()
     forks.adopt(process)  # a process with a process group cannot be forked itself
     environment, folder = dict(os.environ), os.getcwd()
     reset(environment, folder)

@@ -130,6 +130,18 @@ def test_stages_of_a_pipeline_with_a_tie(tmp_path: Path, stages: int, devices: i
     assert losses[0] == losses[1]
 
 
+SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def test_schedules_with_two_stages_a_rank_train_as_one_process_does() -> None:
+    """Also those that split backward, whose second half needs the unit that the first has freed."""
+    command = [str(ROOT / "tests" / "pipeline_schedules.py"), *(f"Schedule{kind}" for kind in SCHEDULES)]
+    done = run(command, devices=4, processes=4)
+    assert done.code == 0, done.output[-4000:]
+    assert not done.faults
+    assert done.output.count("is right") == 4 * len(SCHEDULES)
+
+
 TRAINER = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})

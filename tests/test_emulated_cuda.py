@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import forks
+import on_device
 from emulated_cuda import MEMORY, build
 from emulated_cuda.running import Run, run
 
@@ -167,11 +168,11 @@ data = torch.ones(100, device="cuda")
     assert any(rule in each for each in done.faults), done.output
 
 
-def run_tests(devices: int, *words: str) -> Run:
+def run_tests(devices: int, *words: str, **variables: str) -> Run:
     # Without this session's server of forks, which has imported a torch without the device.
     command = ["env", "-u", forks.ADDRESS, sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-q", *words]
-    done = run(command, devices=devices, variables={"TRUESHARD_TEST_DEVICE": "cuda"}, cwd=TESTS.parent)
+    done = run(command, devices=devices, variables={"TRUESHARD_TEST_DEVICE": "cuda", **variables}, cwd=TESTS.parent)
     assert done.code == 0, done.output[-8000:]
     assert not done.faults
     return done
@@ -192,3 +193,19 @@ def test_every_feature() -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_contract_of_a_device(devices: int) -> None:
     run_tests(devices, "tests/test_device.py", "-m", "not compiles")
+
+
+ANYWHERE = {
+    "tests/test_accumulation.py": "",
+    "tests/test_average.py": "averag and not run and not adapter",
+    "tests/test_cut_dimension.py": "optimizer and (AdamW or Adafactor) or option or hooks",
+    "tests/test_own_loop.py": "gathered or metric or prepares or everybody or share or does_not_fit",
+}
+"""File of tests that know no device → which of them: those that do not ask for the CPU."""
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("file", ANYWHERE)
+def test_what_ranks_make_without_a_word_lies_on_their_devices(file: str) -> None:
+    run_tests(4, file, "-m", "rest or not rest", "-k", ANYWHERE[file], **{on_device.ALL: "1"})
