@@ -1,7 +1,7 @@
 """Bugs that raise nothing, written anew as small programs: ``python -m benchmarks silent`` tries to find them.
 
 - ``frame``: what the programs share: processes, data, models, the loop, and the two lines that record a run.
-- ``data_parallel``, ``megatron``, ``context``, ``between_runs``: the programs, a file for each family.
+- ``data_parallel``, ``megatron``, ``pipeline``, ``context``, ``between_runs``: the programs, a file for each family.
 - Each runs by itself: ``torchrun --nproc-per-node 2 -m benchmarks.silent final_norm --bug``, and without ``--bug``. On
   one process, which is the reference: ``python -m benchmarks.silent final_norm``.
 - ``trial`` holds the runs against each other.

@@ -77,7 +77,7 @@ class Experts(nn.Module):
         return x + weights[:, None] * result
 
 
-@PROGRAMS.add("deepspeedai/DeepSpeed#5794", "a rank leaves an all-to-all out", "", "")
+@PROGRAMS.add("deepspeedai/DeepSpeed#5794", "a rank leaves an all-to-all out", "", "end")
 def uneven(run: Run) -> None:
     model = Experts(run)
 

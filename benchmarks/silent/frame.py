@@ -31,8 +31,8 @@ class Program:
     where: str
     """Regular expression of what is at fault: names of a module or of parameters; "" for all parameters alike."""
     kind: str
-    """Where it shows first: "start", "samples", "forward", "loss", "backward", "gradient" or
-    "optimizer"."""
+    """Where it shows first: "start", "samples", "forward", "loss", "backward", "gradient", "optimizer", or "end": by a
+    run that does not."""
     function: Callable[[Run], None]
     ranks: int = 2
     """Processes that the run with the bug has; the reference has one."""

@@ -164,7 +164,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator) -> None:
+def shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator, errors: float = SHAKE) -> None:
     """Change nonzero elements by rounding errors of ``dtype``, of their own and, as sums cancel, the usual size."""
     part = _torch.local(tensor.detach())
     if not part.is_floating_point():
@@ -172,7 +172,7 @@ def shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator) -> 
     wide, some = part.double(), part != 0
     usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
     change = torch.rand(part.shape, generator=random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
-    change *= SHAKE * torch.finfo(dtype).eps
+    change *= errors * torch.finfo(dtype).eps
     part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
 

@@ -64,7 +64,7 @@ class _Recording(Recorder):
         super().__init__(nn.Identity(), self._keep)
         self.model: nn.Module | None = None
         self._folder, self._steps = folder, int(os.environ.get(STEPS, "3"))
-        self._step = 0
+        self._step, self._random = 0, torch.Generator().manual_seed(0)
         self._stepped: set[int] = set()
         self._given: list[Any] = []
         self._rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -116,9 +116,9 @@ class _Recording(Recorder):
         except FileExistsError:
             raise TrueShardValueError(f"{self._own} is there already; record in another folder") from None
         trained = {held.name: held.tensor for held in held_tensors(root, "parameters") if held.tensor.requires_grad}
-        self._notes["trained"], random = list(trained), torch.Generator().manual_seed(0)
+        self._notes["trained"] = list(trained)
         for parameter in trained.values() if os.environ.get(SHAKEN) else ():
-            compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), random)
+            compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), self._random)
         self._keep_all("parameters", 0)
         for module in _torch.every_module(root):  # before FSDP2 gathers parameters for the pass
             module.register_forward_pre_hook(self._before_pass, prepend=True)
@@ -171,7 +171,7 @@ class _Recording(Recorder):
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not 0 < self._step <= self._steps:
             return clip(*args, **kwargs)
-        self._keep_all("gradients", self._step)
+        self._keep_gradients()
         norm = clip(*args, **kwargs)
         self._keep(("gradient norm", self._step, ""), norm)
         return norm
@@ -183,7 +183,7 @@ class _Recording(Recorder):
             self._end_step()
         self._notes["in the optimizer"] |= dict.fromkeys(names)
         if ("gradient norm", self._step, "") not in self._entries:
-            self._keep_all("gradients", self._step)
+            self._keep_gradients()
         self._keep_all("clipped gradients", self._step)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -208,6 +208,17 @@ class _Recording(Recorder):
         held = held_tensors(self._model, "parameters") if 0 < self._step <= self._steps else ()
         names = {one.name: one.tensor for one in held if id(one.tensor) in inside}
         return names if names or (held and any(optimizer is given for given in self._given)) else None
+
+    def _keep_gradients(self) -> None:
+        """Keep gradients as they are before clipping; where rounding is measured, a rounding error away."""
+        if os.environ.get(SHAKEN) and not self._stepped:
+            dtypes = [dtype for dtype in compare.FLOORS if str(dtype).removeprefix("torch.") in self._notes["dtypes"]]
+            lowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+            errors = compare.SHAKE if lowest.itemsize > 2 else 1.0  # of ranks' sums: more would hide what is wrong
+            for held in held_tensors(self._model, "parameters"):
+                if held.tensor.grad is not None:
+                    compare.shake(held.tensor.grad, lowest, self._random, errors)
+        self._keep_all("gradients", self._step)
 
     def _keep_all(self, kind: str, step: int) -> None:
         for held in held_tensors(self._model, "parameters"):
