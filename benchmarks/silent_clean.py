@@ -192,9 +192,9 @@ def _table(rows: list[dict[str, str]]) -> Table:
         name="silent_clean",
         title="Clean runs, and what is said of them",
         note=(
-            f"All {len({row['model'] for row in rows})} models of the tests' catalogue, {STEPS - 1} steps of AdamW on gloo "
-            f"processes, held against one process by `verify_runs`: {len(rows)} runs, {alarms} false alarms, {ended} that "
-            "did not end as they should. In bf16 and with exact sums the one process computes so, too."
+            f"{len({row['model'] for row in rows})} models of the tests' catalogue, {STEPS - 1} steps of AdamW on gloo "
+            f"processes, held against one process by `verify_runs`: {len(rows)} runs, {alarms} false alarms, {ended} "
+            "that did not end as they should. In bf16 and with exact sums the one process computes so, too."
         ),
         columns=("trained by", "ranks", "runs", "models", "alarms"),
         rows=tuple(cells),

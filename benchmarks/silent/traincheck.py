@@ -21,7 +21,7 @@ from benchmarks.silent.frame import Program
 from benchmarks.silent.trial import programs
 from benchmarks.table import Table
 
-NAMES = "converted unwrapped frozen lost final_norm not_cleared spectral autocast dropout".split()
+NAMES = ("converted", "unwrapped", "frozen", "lost", "final_norm", "not_cleared", "spectral", "autocast", "dropout")
 """Tried if none are named: of TrainCheck's own list, and one of Megatron's."""
 LIMIT = 300.0
 """Seconds of a command."""
@@ -51,9 +51,9 @@ def script(family: str, name: str, bug: bool, seed: int) -> str:
     text = "from __future__ import annotations\n"
     for part in ("frame", *(("megatron",) if family == "context" else ()), family):
         tree = ast.parse((Path(__file__).parent / f"{part}.py").read_text(encoding="utf-8"))
-        own = ("benchmarks", "__future__")
-        body = [one for one in tree.body[1:] if not (isinstance(one, ast.ImportFrom) and str(one.module).startswith(own))]
-        text += ast.unparse(ast.Module(body, [])) + "\n"
+        for one in tree.body[1:]:
+            if not (isinstance(one, ast.ImportFrom) and str(one.module).startswith(("benchmarks", "__future__"))):
+                text += ast.unparse(one) + "\n"
     return text + END.format(seed=seed, bug=bug, name=name)
 
 

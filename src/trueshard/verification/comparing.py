@@ -209,7 +209,7 @@ def _passed(
 def _values(first: Recording, second: Recording, step: int, allowed: Allowed) -> Iterator[tuple[Comparison, float]]:
     """Yield what is compared by the name of a parameter, with the factor between both."""
     for key, words in {} if step else {"trained": "is trained", "in the optimizer": "is in the optimizer"}.items():
-        sets = [{name for rank in run.ranks for name in rank[key]} for run in (first, second)]  # stages have their own
+        sets = [{name for rank in run.ranks for name in rank[key]} for run in (first, second)]
         for name in sorted(sets[0] ^ sets[1]) if all(sets) else ():
             run = "first" if name in sets[0] else "second"
             yield Comparison.fault("parameters", step, name, f"{words} in the {run} run only"), math.nan
