@@ -166,7 +166,7 @@ def note(python: Path, rows: list[tuple[str, ...]]) -> str:
     return (
         f"TrainCheck {version} on {len(rows)} of these programs, by its commands `collect`, `infer` and `check`, with "
         "its defaults: PYTHON is of an environment that has it. It learns invariants from one run without the bug, of "
-        f"{STEPS} steps, which is less than it is made for, and checks them with the bug, and without it on other data. "
+        f"{STEPS} steps, fewer than it is made for, and checks them with the bug, and without it on other data. "
         "A bug counts as told if an invariant is violated that is not in that clean run. It needs no second run of the "
         f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms. The other "
         "programs were not tried: each takes minutes."
