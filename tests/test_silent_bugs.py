@@ -51,7 +51,7 @@ def test_a_bug_is_found_where_it_is_and_no_alarm_is_raised_without_it(tmp_path: 
         ("gpt2", "shard(context=2)"),
         ("mixed", "shard(), accumulating"),
         ("jamba", "shard(), 3 ranks"),
-        ("qwen2_moe", "shard(mixed_precision='bf16')"),
+        ("roberta", "shard(mixed_precision='bf16')"),
     ],
     ids=["ddp", "tensor", "parts of a loss", "sums in bf16", "rows that a router sorts", "a gradient near zero"],
 )
