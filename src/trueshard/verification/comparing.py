@@ -138,7 +138,7 @@ def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual
 def _is_sorted(
     first: Recording, step: int, place: Place, rows: list[Row], actual: torch.Tensor, tolerance: float
 ) -> bool:
-    """Whether the first run has each row of ``actual``, up to a factor, elsewhere: as a router sorts them."""
+    """Return whether the first run has all rows of ``actual``, up to a factor, elsewhere: a router sorts them."""
     if actual.ndim < 2 or not actual.is_floating_point():
         return False
     passes = dict.fromkeys((rank, replace(place, microbatch=number).key) for rank, number, _ in rows)
