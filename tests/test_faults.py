@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import trueshard
 from messages import lacking
-from running import TORCHRUN, curve, end, metrics, project, run, start, wait_for_steps, workers_of
+from running import TORCHRUN, curve, end, metrics, project, run, start, wait_for_steps, wait_until, workers_of
 
 Started = list[subprocess.Popen[str]]
 """The programs that a user started: a launcher, or each rank under srun."""
@@ -163,6 +164,8 @@ def test_fault_is_told_and_nothing_is_lost(name: str, undisturbed: Path, tmp_pat
     folder = project(tmp_path / "faulty")
     started = fault.by(folder)
     wait_for_steps(folder, started[0], fault.steps)
+    if fault.steps > 20:  # its checkpoint is written beside the next steps
+        wait_until(started[0], lambda: trueshard.latest(folder / "run" / "checkpoints") is not None)
     ranks = workers_of(started[0].pid) if len(started) == 1 else [psutil.Process(each.pid) for each in started]
     begun = time.monotonic()
     fault.act(started, ranks)

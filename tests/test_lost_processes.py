@@ -130,6 +130,15 @@ def until_done(
             raise result[0]
 
 
+def hold_weights(folder: Path, steps: int) -> None:
+    """Both runs end with the same bytes."""
+    ends = [folder / run / "checkpoints" / f"step-{steps:08d}" for run in ("undisturbed", "run")]
+    files = sorted(path.relative_to(ends[0]) for path in ends[0].rglob("*.safetensors"))
+    assert files
+    for file in files:
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+
+
 def hold(way: tuple[str, tuple[str, ...], int, int], pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, words, steps, count = way
     memory = folder / "memory"
@@ -144,13 +153,46 @@ def hold(way: tuple[str, tuple[str, ...], int, int], pool: Pool, folder: Path, m
     again = until_done(pool, folder / "run", name, (*words, *EACH_STEP), draws, losses, others)
     assert not losses
     assert again <= count
-    ends = [folder / run / "checkpoints" / f"step-{steps:08d}" for run in ("undisturbed", "run")]
-    files = sorted(path.relative_to(ends[0]) for path in ends[0].rglob("*.safetensors"))
-    assert files
-    for file in files:
-        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes(), file
+    hold_weights(folder, steps)
     assert list(memory.iterdir()) == []
     assert not (folder / "run" / "memory").exists()
+
+
+RAISING = """
+from pathlib import Path
+from trueshard.train.callbacks import Callback
+class Raising(Callback):
+    def on_step(self, trainer, record):
+        if trainer.step == 4 and not (Path(__file__).parent / "past").exists():
+            raise ArithmeticError("a loss")
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["pretrain", "lora"])
+def test_a_run_of_which_memory_has_damaged_steps_alone_begins_again(
+    name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv(ROOT, str(memory))
+    (tmp_path / "raising.py").write_text(RAISING)
+    recipe = PRETRAIN if name == "pretrain" else overrides_of(name)
+    words = (*recipe, *EACH_STEP, "train.steps=6", f"train.callbacks=['{tmp_path / 'raising.py'}:Raising']")
+    ranks = Ranks(2, pool)
+    with pytest.raises(RankFailure, match="a loss"):
+        ranks.run(run_once, str(memory), name, str(tmp_path / "run"), words, timeout=240)
+    pool.drop(list(pool.workers.values()))
+    (tmp_path / "past").touch()
+    files = [file for file in memory.rglob("rank-*") if file.suffix != ".json"]
+    assert len(files) == 4
+    for file in files:
+        data = file.read_bytes()
+        file.write_bytes(data[:100] + bytes(byte ^ 1 for byte in data[100:200]) + data[200:])
+    said = ranks.run(run_once, str(memory), name, str(tmp_path / "run"), words, timeout=240)[0]["said"]
+    assert "Resumed" not in said
+    ranks.run(run_once, str(memory), name, str(tmp_path / "undisturbed"), words, timeout=240)
+    hold_weights(tmp_path, 6)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ RECIPES: dict[str, tuple[tuple[str, ...], float]] = {
 def trained(rank: int, world_size: int, name: str, folder: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """One rank of a run of examples/<name>.toml: what it said, its metrics, and what is trainable."""
     from trueshard.train.parse import load_config
-    from trueshard.train.run.checks import check
+    from trueshard.train.run.checks import check, newest_steps
     from trueshard.train.run.session import train
 
     os.chdir(ROOT)
@@ -45,6 +46,7 @@ def trained(rank: int, world_size: int, name: str, folder: str, overrides: tuple
         ready = check(config, world_size) if rank == 0 else None
         dist.barrier()
         ready = ready or check(config, world_size, make=False)
+        ready = replace(ready, goes_on=bool(newest_steps(config)[1]))  # as after a loss
         code = train(ready, torch.device("cpu"), lambda: False)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return {"code": code, "said": said.getvalue(), "metrics": [json.loads(line) for line in lines]}

@@ -278,12 +278,8 @@ def last_lines(logs: Path, rank: int) -> str:
 
 
 def _variables(rank: int, ranks: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait(
@@ -299,7 +295,8 @@ def _wait(
             noticed = time.time()
             time.sleep(_POLL)  # others may have been lost at the same moment
             first = _failed(processes)
-            _end(processes, LAST_WORDS)
+            # Beside one that was killed no other has a cause to tell.
+            _end(processes, 0 if {*first.values()} == {-signal.SIGKILL} else LAST_WORDS)
             ends = -signal.SIGTERM, -signal.SIGKILL
             failed = {rank: code for rank, code in _failed(processes).items() if rank in first or code not in ends}
             return Ended(failed, received[0] if received else None, noticed=noticed if first else 0.0)

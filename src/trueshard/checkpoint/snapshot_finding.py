@@ -82,10 +82,6 @@ class Meeting:
 
     def __init__(self, group: RankGroup, folders: Sequence[Path]) -> None:
         self._group, self._folders = group, folders
-        self._look()
-
-    def _look(self) -> None:
-        """See which parts each host has. Collective."""
         self._mine = [part for folder in self._folders for part in parts_in(folder)]
         word = here(self._folders)
         names = [(part.step, part.made_by, part.ranks, part.rank) for part in self._mine]
@@ -130,7 +126,7 @@ class Meeting:
         as_before = ranks == self._group.world and (own is None or own.layout == layout)
         everyone = self._group.attempt(_FAILED, lambda: (told, as_before))
         texts = {rank: text for told_there, _ in everyone for rank, text in told_there.items()}
-        records = [Part.parse(Path(), texts[rank]) for rank in range(ranks)]
+        records = [mine.get(rank) or Part.parse(Path(), texts[rank]) for rank in range(ranks)]
         alone = all(same for _, same in everyone)  # each rank needs its own part, and no other
         for rank in range(ranks):
             needing = [

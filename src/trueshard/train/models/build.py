@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from trueshard import _torch
 from trueshard.checkpoint.format import MANIFEST, check_name
 from trueshard.checkpoint.layout import adapted_keys
 from trueshard.checkpoint.materialise import initialisers, is_unwritten, mark_unwritten
+from trueshard.checkpoint.state import model_tensors
 from trueshard.errors import UserError, explained, one_line, warn_user, with_kind
 from trueshard.model import names
 from trueshard.model.experts import KIND, by_grouped_products
@@ -348,11 +349,11 @@ def _set_image_token(section: ModelSection, settings: Any, image_token: int) -> 
 # Values after sharding
 
 
-def fill(config: Config, model: nn.Module, settings: Any = None) -> None:
+def fill(config: Config, model: nn.Module, settings: Any = None, *, is_loaded: bool = False) -> None:
     """Give memory and values to a sharded model on the meta device; one that has values stays as it is. Collective.
 
-    ``settings``: the model's transformers configuration; None: the one that it has. Raises `UserError`, on every rank,
-    if the files lack tensors of the model.
+    ``settings``: the model's transformers configuration; None: the one that it has. ``is_loaded``: a checkpoint will be
+    loaded, so what it holds needs no values. Raises `UserError`, on every rank, if the files lack tensors of the model.
     """
     root: Any = names.unwrap(model)
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
@@ -360,6 +361,12 @@ def fill(config: Config, model: nn.Module, settings: Any = None) -> None:
     sharded(root)  # a model is filled after shard()
     if settings is None:
         settings = root.get_base_model().config if hasattr(root, "peft_config") else root.config
+    if is_loaded:
+        loaded = {id(part.tensor) for part in model_tensors(root)[0].values()}
+        give_memory(root)
+        if _initialise_blocks(root, empty(config, settings), config.train.seed, resting_device(root), loaded):
+            return
+        root.to_empty(device="meta")
     if any(isinstance(module, QuantizedLinear) for module in root.modules()):
         _fill_quantised(config, settings, root)
     elif config.model.path is None or not _read(config, settings, root):
@@ -435,10 +442,13 @@ def _read_grown(config: Config, settings: Any, root: Any, base_keys: dict[str, s
 
 
 @torch.no_grad()
-def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: torch.device) -> bool:
+def _initialise_blocks(
+    model: nn.Module, twin: nn.Module, seed: int, device: torch.device, loaded: Collection[int] = ()
+) -> bool:
     """Give ``model`` its first values, except for its adapters; return False, with undefined values, if it cannot be.
 
-    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values.
+    Each block of ``twin``, the same on the meta device and not sharded, gets memory for a while, and values; but those
+    of whose tensors in ``model`` every ``id`` is in ``loaded``.
     """
     owners = initialisers(twin)
     tensors = {name: t for kind in ("parameters", "buffers") for name, _, _, t in names.named_tensors(model, kind)}
@@ -449,6 +459,8 @@ def _initialise_blocks(model: nn.Module, twin: nn.Module, seed: int, device: tor
             owners[id(module)](module)
 
     for name, module, below in list(_pieces(twin, "", set(choose_units(names.Index(twin), "auto")))):
+        if all(id(tensors[key]) in loaded for key, _ in _tensors(name, module, below)):
+            continue
         if not below and not _leaves_children(module, owners):
             return False
         module.to_empty(device=device, recurse=below)

@@ -60,6 +60,8 @@ class Ready:
     """Optimizer steps of the whole run."""
     changes: list[resuming.SettingChange]
     """Settings that differ from the run's last start."""
+    goes_on: bool
+    """True if there is a step to load; to workers, if they are started again after a loss, on all of them."""
     memory_planned: int | None = None
     """Forecast peak memory of a rank, in bytes; None: there is no forecast."""
 
@@ -82,13 +84,9 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
     settings, folder = check_settings(config, ranks), config.run.folder
     kernels.check_here(config.model, settings)
     is_new = not (folder / "data").exists()
-    saved = checkpoints_of(config).steps()
-    begun = bool(saved)
-    if config.train.memory_every is not None:
-        if not resuming.read_settings(folder):  # a run that begins: what memory has is of one that was removed
-            clear(folder_of(folder))
-        elif not begun:
-            begun = bool(newest_parts(folder, on_disk(config)))
+    if config.train.memory_every is not None and not resuming.read_settings(folder):
+        clear(folder_of(folder))  # a run that begins: what memory has is of one that was removed
+    begun = any(newest := newest_steps(config))
     changes = resuming.check_resumable(config, plain_settings(settings), override) if begun else []
     with written_to(folder):
         data = prepare(config, frozen=begun or not make, make=make)
@@ -100,7 +98,7 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
                 shutil.rmtree(data.folder, ignore_errors=True)
             raise
     steps = config.train.steps or steps_of_epochs(config, len(data))
-    return Ready(config, settings, data, saved[-1] if saved else 0, steps, changes)
+    return Ready(config, settings, data, newest[0], steps, changes, begun)
 
 
 def _check_parts(config: Config, data: Prepared) -> None:
@@ -210,6 +208,12 @@ def snapshots_of(config: Config) -> trueshard.Snapshots | None:
 def on_disk(config: Config) -> Path:
     """Return the folder for snapshots that have no place in memory, or whose run has ended in between."""
     return config.run.folder / "memory"
+
+
+def newest_steps(config: Config) -> tuple[int, int]:
+    """Return the newest step on disk, and the newest one in this host's memory; 0 where there is none."""
+    parts = [] if config.train.memory_every is None else newest_parts(config.run.folder, on_disk(config))
+    return max(checkpoints_of(config).steps(), default=0), parts[0].step if parts else 0
 
 
 def tell_if_complete(ready: Ready, aloud: bool) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trueshard.checkpoint.snapshots import move_to_disk, newest_parts
+from trueshard.checkpoint.snapshots import move_to_disk
 from trueshard.errors import UserError, explained
 from trueshard.launching import FAILED, STOPPED, USER_ERROR, Ended, Spare, how, python_command, run_ranks
 from trueshard.machine import memory_kills
@@ -30,6 +30,7 @@ from trueshard.train.metrics.step_metrics import NAME as METRICS
 from trueshard.train.run import checks
 from trueshard.train.run.incidents import Incident
 from trueshard.train.run.log import logged
+from trueshard.train.run.out_of_memory import find_remedy
 from trueshard.train.run.worker import OUT_OF_MEMORY, work
 from trueshard.train.run.world import RUN_ID, check_srun, launcher_of
 
@@ -104,36 +105,29 @@ def _supervise(ready: checks.Ready, command: Sequence[str], nproc: int) -> int:
             telling = (code for code in (USER_ERROR, OUT_OF_MEMORY, STOPPED) if code in codes)
             final = next(telling, FAILED if codes else 0)
             if final == OUT_OF_MEMORY:
-                if not _has_remedy(ready, nproc, device):
+                remedy = find_remedy(ready.config, ready.architecture, nproc, nproc, device)
+                if remedy is not None:
+                    _say(remedy.message)
+                if remedy is None or remedy.settings is None:
                     return FAILED
                 incident = None
                 continue
             if final != FAILED:
                 return final
             why = _killed(ended, kills, ready.folder)
-            step, in_memory = _newest(ready.config)
-            if step > reached:  # what was in the way is past
-                restarts, reached, first = 0, step, why
+            on_disk, in_memory = checks.newest_steps(ready.config)
+            if max(on_disk, in_memory) > reached:  # what was in the way is past
+                restarts, reached, first = 0, max(on_disk, in_memory), why
             if restarts == most:
-                again = f" ({restarts} times since step {step}; first: {first})" if restarts and first != why else ""
+                again = f" ({restarts} times since step {reached}; first: {first})" if restarts and first != why else ""
                 if why:
                     _say(f"{why}{again}; {_going_on(ready.config)}")
                 return FAILED
             restarts += 1
-            where = f"step {step} in memory" if in_memory else "the newest checkpoint"
+            where = f"step {in_memory} in memory" if in_memory > on_disk else "the newest checkpoint"
             _say(f"{why or 'a rank failed'}; starting again from {where} ({restarts} of {most})")
             incident = Incident(why or "a rank failed", ended.noticed, {})
             incident.mark("end of the others")
-
-
-def _has_remedy(ready: checks.Ready, nproc: int, device: torch.device) -> bool:
-    """Look for settings that need less memory, and say them; return whether the next start has them."""
-    from trueshard.train.run.out_of_memory import find_remedy
-
-    remedy = find_remedy(ready.config, ready.architecture, nproc, nproc, device)
-    if remedy is not None:
-        _say(remedy.message)
-    return remedy is not None and remedy.settings is not None
 
 
 class _Starts:
@@ -186,8 +180,7 @@ class _Starts:
 def _end_memory(config: Config) -> None:
     """Leave nothing in memory: what no checkpoint has as new goes to the run's folder, for the next start."""
     if config.train.memory_every is not None:
-        on_disk = checks.checkpoints_of(config).steps()
-        step = move_to_disk(config.run.folder, checks.on_disk(config), on_disk[-1] if on_disk else 0)
+        step = move_to_disk(config.run.folder, checks.on_disk(config), checks.newest_steps(config)[0])
         if step:
             _say(f"the same command goes on from step {step}, which is now in {checks.on_disk(config)}")
 
@@ -220,19 +213,9 @@ def _killed(ended: Ended, kills: int | None, folder: Path) -> str:
     )
 
 
-def _newest(config: Config) -> tuple[int, bool]:
-    """Return the step from which a start goes on, and whether memory has it."""
-    on_disk, parts = checks.checkpoints_of(config).steps(), []
-    if config.train.memory_every is not None:
-        parts = newest_parts(config.run.folder, checks.on_disk(config))
-    step = on_disk[-1] if on_disk else 0
-    in_memory = parts[0].step if parts else 0
-    return max(step, in_memory), in_memory > step
-
-
 def _going_on(config: Config) -> str:
-    newest = checks.checkpoints_of(config).latest()
-    if _newest(config)[1]:
+    newest, (on_disk, in_memory) = checks.checkpoints_of(config).latest(), checks.newest_steps(config)
+    if in_memory > on_disk:
         return "its newest step was in memory"
     return f"the same command goes on from {newest}" if newest else "there is no checkpoint: it begins again"
 

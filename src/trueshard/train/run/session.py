@@ -77,6 +77,9 @@ def train(
     if incident is not None:
         incident.mark("model")
     _resume(ready, trainer, override)
+    if ready.goes_on and not trainer.step:  # what memory held is damaged, and no disk has a step
+        names.unwrap(trainer.model).to_empty(device="meta")
+        fill(config, trainer.model, ready.architecture)
     if incident is not None:
         incident.mark("state")
         trainer.callbacks.insert(0, IncidentReport(incident))
@@ -220,7 +223,9 @@ def build_trainer(
     optimizer = build_optimizer(config.optimizer, model.named_parameters(), on_gpu=rests_on_gpu)
     seed_all(train.seed)  # an optimizer may draw from it, and sums are exact only if all ranks draw alike
     plan = shard(config.shard, model, optimizer)
-    fill(config, model, settings)
+    fill(config, model, settings, is_loaded=ready.goes_on)
+    if ready.goes_on:  # the first start has tried it
+        sharded(model).batch_trial = None
     seed_all((train.seed + 1 + dist.get_rank()) % 2**63)  # dropout draws from it: different on each rank
     callbacks = _reporters(ready, model, device)
     mine = [own("train.callbacks", words, base=Callback) for words in train.callbacks]
@@ -229,7 +234,7 @@ def build_trainer(
     evaluation: Any
     loss: Loss
     if config.rl is None:
-        loss = choose_loss(config, settings, model)
+        loss = choose_loss(config, settings, model, is_checked=ready.goes_on)
         loader, evaluation = _loaders(config, data, model, device)
         if config.evaluation is not None and config.evaluation.generate is not None:
             from trueshard.train.generation import GeneratedAnswers
@@ -245,8 +250,8 @@ def build_trainer(
         loss = loader.loss
         callbacks = run.with_samples(loader, config, callbacks)
     # Before the reporters: the hash goes into the metrics, and a replica that differs ends the run before it is saved.
-    if config.log.hash_every is not None:
-        callbacks.insert(0, Every(config.log.hash_every, _hash_of_state))
+    if (every := config.log.hash_every) is not None:
+        callbacks.insert(0, Every(every, lambda it: {"state_hash": state_hash(it.model, it.optimizer).total}))
     if train.watch_replicas is not None:
         callbacks.insert(0, Every(train.watch_replicas, lambda it: check_replicas(it.model, it.optimizer)))
     if train.verify_every is not None:  # by its name: verification, which trains, is above
@@ -300,13 +305,13 @@ def shard(section: ShardSection, model: nn.Module, *optimizers: torch.optim.Opti
         raise UserError(f"[shard]: {one_line(error)}") from error
 
 
-def choose_loss(config: Config, settings: Any, model: nn.Module) -> Loss:
+def choose_loss(config: Config, settings: Any, model: nn.Module, *, is_checked: bool = False) -> Loss:
     """Return the loss of a run, for a sharded model with its values. A reference is sharded alike. Collective."""
     whole_logits = config.train.whole_logits
     if config.data.format == "preference" and config.train.loss is None:
         other = reference(config, settings, model)
         return PreferenceLoss(other, config.preference.beta, config.preference.label_smoothing, whole_logits)
-    if FORMATS[config.data.format].layout_of(config.data) == "packed":
+    if not is_checked and FORMATS[config.data.format].layout_of(config.data) == "packed":
         check_apart(model, device_of(sharded(model).mesh))
     return loss_of(config.train)
 
@@ -400,7 +405,3 @@ class Every(Callback):
     def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if trainer.step % self._every == 0:
             record |= self._measure(trainer) or {}
-
-
-def _hash_of_state(trainer: Trainer) -> dict[str, Any]:
-    return {"state_hash": state_hash(trainer.model, trainer.optimizer).total}

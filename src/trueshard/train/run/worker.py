@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from trueshard import _torch
 from trueshard.checkpoint.snapshot_parts import folder_of
 from trueshard.errors import RankFailed, UserError, one_line, printed, raised_in
 from trueshard.launching import FAILED, SPARE, STOPPED, USER_ERROR, python_command, wait_to_begin
 from trueshard.train.config import Config
+from trueshard.train.losses import summed
 from trueshard.train.models.build import build
 from trueshard.train.run import out_of_memory, resuming
 from trueshard.train.run.checks import Ready, check, held, tell_changes, tell_if_complete
@@ -179,8 +181,11 @@ def _run(worker: _Worker, locks: contextlib.ExitStack) -> _End:
 def _warm_up(config: Config) -> None:
     """Do what a rank does before it needs the others, for what that imports and compiles; nothing of it is kept."""
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        from trueshard import api  # noqa: F401
         from trueshard.train.run import forecast  # noqa: F401
 
+        _torch.check_torch()
+        summed(torch.nn.Linear(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))  # torch imports, late
         ready = check(config, int(os.environ["WORLD_SIZE"]), make=False, override=True)
         build(ready.config, ready.architecture)
 
@@ -217,22 +222,24 @@ def _fix_kernels(device: torch.device) -> None:
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
     """Check on rank 0, which makes what is missing, then on the others. An error is raised on all ranks."""
     ready: Ready | None = None
-    message: list[Any] = ["", None]
+    message: list[Any] = ["", None, False]
     # Making data may take hours, in which the others must not run into run.timeout.
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
     if world.rank == 0:
         try:
             locks.enter_context(held(worker.config.run.folder))
             ready = _check_first(worker, world)
-            message[1] = ready.config
+            # Each torchrun counts its own restarts: rank 0 says for all whether this is one.
+            message[1:] = ready.config, ready.goes_on and worker.incident is not None
         except UserError as error:
             message[0] = str(error)
     dist.broadcast_object_list(message, src=0, group=patient)
     dist.destroy_process_group(patient)
-    problem, config = message
+    problem, config, goes_on = message
     if problem:
         raise UserError(problem)
-    return ready or check(config, world.size, make=False, override=worker.override)
+    ready = ready or check(config, world.size, make=False, override=worker.override)
+    return dataclasses.replace(ready, goes_on=goes_on)
 
 
 def _check_first(worker: _Worker, world: World) -> Ready:
