@@ -13,8 +13,8 @@ from torch import nn
 
 import forks
 from messages import lacking
-from trueshard.verification.compare import TensorStore, Tolerances
-from trueshard.verification.modules import Measure, Recorder, Writer, locate
+from trueshard.verification.compare import Comparison, TensorStore, Tolerances
+from trueshard.verification.modules import Apart, Measure, Recorder, locate
 
 MODEL = """
 import torch, torch.distributed as dist
@@ -115,26 +115,31 @@ def test_a_module_that_is_called_twice_and_a_scaled_loss_are_told_apart(tmp_path
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4), Half(0.5)])
     store = TensorStore(tmp_path)
-    seen(model, Writer(store, 1))
+    seen(model, lambda at, tensor: store.write(at.side, 1, at.key, tensor))
     assert len(store.names("output", 1)) == 2 * (1 + 2 * 2)  # microbatches × (once, and twice two modules)
     assert len(store.names("input gradient", 1)) == len(store.names("output gradient", 1)) == 10
 
-    same = Measure(store, 1)
+    same = Measure(store, 1, Tolerances({}, 1e-5, {}))
     seen(model, same, scale=7.0)
     assert max(same.noise.values()) < 1e-6  # gradients are those of the loss, whatever it is scaled by
-    assert same.apart(Tolerances({}, 1e-5, {}), exactly=False) == []
-    assert locate([[]], {"0.weight": (1e-7, 1e-5, 1.0)}, 1, "") is None
+    assert same.passed
+    assert Apart.of(same.passed) == []
+    assert locate([[]], [gradient("0.weight", 1e-7, 1.0)], 1, "") is None
 
     model[1].factor = 0.6
-    other = Measure(store, 1)
+    other = Measure(store, 1, Tolerances({}, 1e-5, {}))
     seen(model, other)
-    result = locate([[], other.apart(Tolerances({}, 1e-5, {}), exactly=False)], {}, 1, "")
+    result = locate([[], Apart.of(other.passed)], (), 1, "")
     assert result is not None
     assert (result.module, result.where, result.rank) == ("1", "forward", 1)  # its inner layer agrees
     assert result.relative == pytest.approx(0.2, rel=1e-4)
 
-    summed = locate([[], []], {"0.weight": (0.5, 1e-5, 0.5), "1.inner.bias": (0.1, 1e-5, 0.9)}, 3, "")
+    summed = locate([[], []], [gradient("0.weight", 0.5, 0.5), gradient("1.inner.bias", 0.1, 0.9)], 3, "")
     assert summed is not None
     assert (summed.module, summed.where, summed.step) == ("0", "gradient", 3)
     assert "0.5 times what it should be" in summed.words
     assert not math.isnan(summed.relative)
+
+
+def gradient(name: str, relative: float, factor: float) -> Comparison:
+    return Comparison("gradients", 1, name, relative, relative, 1e-5, factor=factor)

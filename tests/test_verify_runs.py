@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typing_extensions
 
 import forks
+import trueshard
 from messages import lacking
+from optimizer_catalogue import APART
 from trueshard.verification import verify_runs
 
 SCRIPT = """
@@ -57,6 +62,28 @@ def train(model, optimizer, backward=lambda loss: loss.backward(), clip=torch.nn
         optimizer.step()
         optimizer.zero_grad()
 """
+LIGHTNING = """
+import pytorch_lightning as lightning
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def configure_model(self):
+        for block in (self.model[1], self.model[2], self.model) if self.device_mesh is not None else ():
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+    def training_step(self, batch, index):
+        return loss_of(self.model, batch[0])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+dataset = torch.utils.data.TensorDataset(data)
+sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=False)
+loader = torch.utils.data.DataLoader(dataset, options.batch, sampler=sampler)
+lightning.Trainer(accelerator="cpu", devices=world, strategy=STRATEGY if world > 1 else "auto", max_steps=options.steps,
+    gradient_clip_val=LIMIT, use_distributed_sampler=False,
+    logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
+"""
 STACKS = {
     "ddp": """
 if world > 1:
@@ -96,31 +123,73 @@ accelerator = Accelerator(cpu=True)
 model, optimizer = accelerator.prepare(model, optimizer)
 train(model, optimizer, accelerator.backward, accelerator.clip_grad_norm_)
 """,
-    "lightning": """
-import pytorch_lightning as lightning
-class Module(lightning.LightningModule):
-    def __init__(self):
+    "lightning": LIGHTNING.replace("STRATEGY", "DDPStrategy()").replace("LIMIT", "limit"),
+    "accelerate_fsdp": """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+accelerator = Accelerator(cpu=True)
+if world > 1:  # on CPUs it takes DDP, unless its state says otherwise
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(2, cpu_ram_efficient_loading=False, **wrapped)
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+model, optimizer = accelerator.prepare(model, optimizer)
+assert world == 1 or isinstance(next(model.parameters()), torch.distributed.tensor.DTensor)
+train(model, optimizer, accelerator.backward, accelerator.clip_grad_norm_)
+""",
+    "lightning_fsdp": LIGHTNING.replace("STRATEGY", "ModelParallelStrategy(world, 1)").replace("LIMIT", "None"),
+    "fsdp1": """
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+clip = torch.nn.utils.clip_grad_norm_
+if world > 1:
+    dist.init_process_group("gloo")
+    policy = ModuleWrapPolicy({Block})
+    how = {"use_orig_params": fault != "flat", "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **how)
+    clip = lambda _, norm: model.clip_grad_norm_(norm)
+train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), clip=clip)
+""",
+    "pipeline": """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+class Stage(nn.Module):  # has some of the parts
+    def __init__(self, parts):
         super().__init__()
-        self.model = model
-    def training_step(self, batch, index):
-        return loss_of(self.model, batch[0])
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-dataset = torch.utils.data.TensorDataset(data)
-sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=False)
-loader = torch.utils.data.DataLoader(dataset, options.batch, sampler=sampler)
-lightning.Trainer(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_steps=options.steps,
-    gradient_clip_val=limit, use_distributed_sampler=False,
-    logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
+        self.parts = nn.ModuleDict({str(i): part for i, part in enumerate(parts)})
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+model = Stage(model)
+if world > 1:
+    dist.init_process_group("gloo")
+    for name in ("2", "3") if rank == 0 else ("0", "1"):
+        del model.parts[name]
+rows = [data[step * 4 : step * 4 + 4] for step in range(options.steps)]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loss = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+if world > 1:
+    schedule = Schedule1F1B(PipelineStage(model, rank, world, torch.device("cpu")), 2, loss)
+for batch in rows:
+    if world == 1:
+        loss(model(batch), batch).backward()
+    else:
+        schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+    optimizer.step()
+    optimizer.zero_grad()
 """,
 }
 
 
-def verify(folder: Path, stack: str, *arguments: str) -> dict:
+def run(folder: Path, stack: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     file = folder / "script.py"
     file.write_text(SCRIPT + LOOP + STACKS[stack])
-    command = [sys.executable, "-m", "trueshard", "verify", str(file), "--steps", "2", "--alone", "--batch 4"]
-    result = forks.run([*command, "--json", "--", *arguments], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "trueshard", "verify", str(file), "--steps=2", "--nproc", str(ranks), "--json"]
+    batch = ("--alone", f"--batch {2 * ranks}", "--", *arguments)
+    return forks.run([*command, *batch], capture_output=True, text=True, timeout=280)
+
+
+def verify(folder: Path, stack: str, *arguments: str, ranks: int = 2) -> dict:
+    result = run(folder, stack, ranks, *arguments)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     report = json.loads(result.stdout)
     assert report["held"] == (result.returncode == 0)
@@ -128,12 +197,13 @@ def verify(folder: Path, stack: str, *arguments: str) -> dict:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("stack", STACKS)
-def test_a_script_on_two_processes_agrees_with_itself_on_one(tmp_path: Path, stack: str) -> None:
-    report = verify(tmp_path, stack)
+@pytest.mark.parametrize(("stack", "ranks"), [*((stack, 2) for stack in STACKS), ("fsdp", 3)])
+def test_a_script_on_several_processes_agrees_with_itself_on_one(tmp_path: Path, stack: str, ranks: int) -> None:
+    report = verify(tmp_path, stack, ranks=ranks)
     assert report["held"], report
     details = {point["name"]: point["detail"] for point in report["points"]}
-    parts = 2 if stack == "tensor" else 0  # what a rank has of the output of `up` in both blocks
+    # What a rank has of the output of `up` in both blocks; the model's own borders, of which a stage has a part
+    parts = {"tensor": 2, "pipeline": 2}.get(stack, 0)
     assert lacking(details["forward"], 18 - parts) == []
     assert lacking(details["parameters"], 11) == []
     assert lacking(details["state"], 33) == []
@@ -157,6 +227,39 @@ def test_the_first_difference_of_a_script_is_named(tmp_path: Path, fault: str) -
     assert (first["where"], first["rank"]) == (where, rank)
     assert lacking(first["words"], *words) == []
     assert not module or first["module"] == module
+
+
+@pytest.mark.rest
+def test_flat_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    result = run(tmp_path, "fsdp1", 2, "--fault", "flat")
+    assert result.returncode == 2
+    assert lacking(result.stderr, "flat (FSDP 1)", "use_orig_params=True") == []
+
+
+TITAN = Path(__file__).with_name("torchtitan_training.py")
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(600)  # its imports take long
+def test_torchtitan_agrees_with_itself_on_one_process(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(APART), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-m",
+        "trueshard",
+        "verify",
+        str(TITAN),
+        "--steps",
+        "2",
+        "--json",
+        "--",
+        '{"ours": false}',
+    ]
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=590
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["held"]
 
 
 SMALL = """
@@ -202,6 +305,22 @@ def test_two_recordings_agree_or_the_optimizer_is_named(tmp_path: Path) -> None:
     assert (first.where, first.step, first.module) == ("optimizer", 1, "down")
     assert recorded(tmp_path / "own", 0.1, 4, "own") == 0
     assert verify_runs(tmp_path / "a", tmp_path / "own").held
+
+
+@pytest.mark.rest
+def test_a_recording_needs_torch_and_what_torch_needs_alone(tmp_path: Path) -> None:
+    libraries, site = tmp_path / "libraries", Path(trueshard.__file__).with_name("verification") / "site"
+    libraries.mkdir()
+    for name in ("torch", "torchgen", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy"):
+        (libraries / name).symlink_to(Path(str(importlib.import_module(name).__file__)).parent)
+    (libraries / "typing_extensions.py").symlink_to(typing_extensions.__file__)
+    own = SMALL.replace("import sys, torch", "import sitecustomize, sys, torch\nassert 'numpy' not in sys.modules")
+    (tmp_path / "small.py").write_text(own)
+    paths = {"PYTHONPATH": f"{site}:{libraries}", "TRUESHARD_RECORD": str(tmp_path / "other")}
+    command = [sys.executable, "-S", str(tmp_path / "small.py"), "0.1", "4", "torch"]  # no packages of this environment
+    subprocess.run(command, env={**os.environ, **paths}, check=True)
+    assert recorded(tmp_path / "this", 0.1, 4, "torch") == 0
+    assert verify_runs(tmp_path / "this", tmp_path / "other", exact=True).held
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

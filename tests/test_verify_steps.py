@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SHORT = (
     .replace("checkpoint_every = 20", "checkpoint_every = 2")
     .replace("batch_size = 8", "batch_size = 12")
 )
+LayOut = Callable[..., Path]
 EVERY = ("--set", "train.verify_every=2")
 
 
@@ -30,23 +32,28 @@ def weights(folder: Path, step: int = 4) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-def both(tmp_path: Path, ranks: int, *options: str, text: str = SHORT, files: dict[str, str] | None = None) -> Any:
-    """Run with and without; the records of the one with."""
-    result = []
-    for name, more in (("with", EVERY), ("without", ())):
+@pytest.fixture
+def lay_out(tmp_path: Path) -> LayOut:
+    """(name, configuration, files by their names) → the folder of a run."""
+
+    def folder_of(name: str = "run", text: str = SHORT, **files: str) -> Path:
         folder = project(tmp_path / name)
-        (folder / "train.toml").write_text(text)
-        for file, content in (files or {}).items():
+        for file, content in {"train.toml": text, **{f"{file}.py": content for file, content in files.items()}}.items():
             (folder / file).write_text(content)
-        run(folder, "--nproc", str(ranks), *options, *more)
-        result.append((weights(folder), [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(folder)]))
-    assert result[0] == result[1]
-    return metrics(tmp_path / "with")
+        return folder
+
+    return folder_of
+
+
+def result_of(folder: Path) -> Any:
+    """Return all that a run leaves: weights, and losses and norms by step."""
+    return weights(folder), [(record["step"], record["loss"], record["grad_norm"]) for record in metrics(folder)]
 
 
 BF16 = ("--set", "shard.mixed_precision=bf16")
 DROPS = SHORT.replace("num_key_value_heads = 2", "num_key_value_heads = 2\nattention_dropout = 0.1")
 ADAPTER = SHORT + "[adapter]\nrank = 4\n"
+MIXTURE = SHORT.replace('"llama"', '"mixtral"').replace("num_hidden_layers", "num_local_experts = 4\nnum_hidden_layers")
 CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "one": (1, (), SHORT),
     "two": (2, (), DROPS),
@@ -59,19 +66,40 @@ CASES: dict[str, tuple[int, tuple[str, ...], str]] = {
     "offload": (2, (*BF16, "--set", "shard.offload=cpu"), SHORT),
     "recomputed": (2, ("--set", "shard.activation_checkpointing=full"), DROPS),
     "exact": (3, ("--set", "train.exact=true"), DROPS),
+    "compiled": (2, ("--set", "shard.compile=true", "--set", 'train.callbacks=["compiling.py:Nothing"]'), SHORT),
+    "experts": (2, ("--set", "shard.experts=2"), MIXTURE),
 }
+COMPILING = """
+import functools, torch, trueshard
+torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")  # no C++ compiler
+class Nothing(trueshard.Callback):
+    pass
+"""
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_is_verified_has_the_bits_that_it_has_without(tmp_path: Path, name: str) -> None:
+def test_a_run_that_is_verified_has_the_bits_that_it_has_without(lay_out: LayOut, name: str) -> None:
     ranks, options, text = CASES[name]
-    records = both(tmp_path, ranks, *options, text=text)
-    found = [record for record in records if "verified" in record or "verify_failed" in record]
-    assert [record["step"] for record in found] == [2, 4]
-    assert all(record.get("verified") for record in found), found
+    folders = {every: lay_out(str(len(every)), text, compiling=COMPILING) for every in (EVERY, ())}
+    for every, folder in folders.items():
+        run(folder, "--nproc", str(ranks), *options, *every)
+    assert result_of(folders[EVERY]) == result_of(folders[()])
+    records = [record for record in metrics(folders[EVERY]) if "verified" in record or "verify_failed" in record]
+    assert [record["step"] for record in records] == [2, 4]
+    assert all(record.get("verified") for record in records), records
     bound = 1e-2 if "bf16" in str(options) else 1e-5
-    assert all(record["verify_difference"] < 4 * bound for record in found), found
+    assert all(record["verify_difference"] < 4 * bound for record in records), records
+
+
+@pytest.mark.rest
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits_verified_or_not(lay_out: LayOut) -> None:
+    once, twice = lay_out("once", DROPS), lay_out("twice", DROPS)
+    run(once, "--nproc", "2")
+    run(twice, "--nproc", "2", *EVERY, "--set", "train.steps=2")
+    run(twice, "--nproc", "2", *EVERY)
+    assert result_of(twice) == result_of(once)
+    assert [record["step"] for record in metrics(twice) if record.get("verified")] == [2, 4]
 
 
 FAULTS = """
@@ -129,10 +157,8 @@ FOUND: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_fault_is_said_once_with_its_module_and_the_run_goes_on(tmp_path: Path, fault: str) -> None:
-    folder, (words, steps, options) = project(tmp_path / "run"), FOUND[fault]
-    (folder / "train.toml").write_text(SHORT)
-    (folder / "faults.py").write_text(FAULTS)
+def test_a_fault_is_said_once_with_its_module_and_the_run_goes_on(lay_out: LayOut, fault: str) -> None:
+    folder, (words, steps, options) = lay_out(faults=FAULTS), FOUND[fault]
     given = ("--set", f'train.callbacks=["faults.py:{fault}"]', *options)
     code, out, err = end(start(folder, "--nproc", "2", *given, *EVERY))
     assert code == 0, out + err
@@ -146,10 +172,8 @@ def test_a_fault_is_said_once_with_its_module_and_the_run_goes_on(tmp_path: Path
 
 
 @pytest.mark.rest
-def test_what_one_rank_cannot_compute_is_said_once(tmp_path: Path) -> None:
-    folder = project(tmp_path / "run")
-    (folder / "train.toml").write_text(SHORT)
-    (folder / "faults.py").write_text(FAULTS)
+def test_what_one_rank_cannot_compute_is_said_once(lay_out: LayOut) -> None:
+    folder = lay_out(faults=FAULTS)
     code, out, err = end(start(folder, "--nproc", "2", "--set", 'train.callbacks=["faults.py:Alone"]', *EVERY))
     assert code == 0, out + err
     words = "one rank cannot compute it: no room for this"
@@ -159,10 +183,8 @@ def test_what_one_rank_cannot_compute_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_a_model_for_which_rank_0_has_no_memory_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    folder = project(tmp_path / "run")
-    (folder / "train.toml").write_text(SHORT)
-    (folder / "limit.py").write_text(LIMIT)
+def test_a_model_for_which_rank_0_has_no_memory_is_refused_before_the_first_step(lay_out: LayOut) -> None:
+    folder = lay_out(limit=LIMIT)
     code, out, err = end(start(folder, "--nproc", "2", "--set", 'train.callbacks=["limit.py:Limit"]', *EVERY))
     assert (code, metrics(folder)) == (2, []), out + err
     assert lacking(err, "train.verify_every", "rank 0's main memory", "remove it") == [], err

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -58,13 +59,15 @@ class Case:
     steps: tuple[int, int] = (0, 4)
     load: str = ""
     save: str = ""
+    ours: bool = True
 
 
 def build(case: Case, ranks: int) -> torch.nn.Module:
     """Return a model on the CPU as the trainer builds it: on meta, made parallel, emptied, initialised."""
     dims.device_type = "cpu"  # it is what TorchTitan makes meshes of: "cuda" wherever it finds no accelerator
     ScaledDotProductAttention.sdpa_backends = [torch.nn.attention.SDPBackend.MATH]
-    spec = sharded(importlib.import_module(f"torchtitan.models.{case.model}").model_registry("debugmodel"))
+    spec = importlib.import_module(f"torchtitan.models.{case.model}").model_registry("debugmodel")
+    spec = sharded(spec) if case.ours else spec
     with torch.device("meta"):
         model = spec.model.build()
     for block in model.layers.values():  # flex attention has no backward on a CPU
@@ -86,6 +89,9 @@ def build(case: Case, ranks: int) -> torch.nn.Module:
         ac_config=RECOMPUTE[case.recompute],
         dump_folder="",
     )
+    for module in () if case.ours else model.modules():
+        if isinstance(module, FSDPModule):  # its divisors need reductions that gloo lacks
+            module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from trueshard.train.own_loop import main_first as main_first
     from trueshard.train.trainer import NonFiniteLoss as NonFiniteLoss
     from trueshard.train.trainer import Trainer as Trainer
-    from trueshard.verification import verify as verify
     from trueshard.verification.report import Verified as Verified
+    from trueshard.verification.verifying import verify as verify
 
 __version__ = "0.1.0"
 
@@ -86,8 +86,8 @@ _MODULES = {
     "train.own_loop": "gather loader main_first",
     "train.averaging": "Average",
     "train.trainer": "Callback NonFiniteLoss Trainer",
-    "verification": "verify",
     "verification.report": "Verified",
+    "verification.verifying": "verify",
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

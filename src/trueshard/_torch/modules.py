@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 #: The class of every batch normalisation, which torch exports under its subclasses only.
@@ -111,8 +112,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any],
 def wrapper_attribute(module: nn.Module) -> str | None:
     """Return the attribute under which a naming wrapper holds the user's module; None for any other module.
 
-    ``torch.compile(module)`` and activation checkpointing's ``checkpoint_wrapper`` put an attribute of their own into
-    every name below them; no public function tells which.
+    ``torch.compile(module)``, activation checkpointing's ``checkpoint_wrapper`` and FSDP 1 put an attribute of their
+    own into every name below them; no public function tells which.
     """
     # Asked through sys.modules: a module cannot be an OptimizedModule unless dynamo is imported, which costs a second.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
@@ -120,7 +121,7 @@ def wrapper_attribute(module: nn.Module) -> str | None:
         return "_orig_mod"
     if isinstance(module, CheckpointWrapper):
         return "_checkpoint_wrapped_module"
-    return None
+    return "_fsdp_wrapped_module" if isinstance(module, FullyShardedDataParallel) else None
 
 
 def renames_when_loading(wrapper: nn.Module) -> bool:

@@ -234,7 +234,7 @@ def verify(
     A configuration has its own optimizer and sharding: change them by --set. Their options here are for a factory.
     """
     from trueshard.planner.planning import check_writable, read_plan
-    from trueshard.verification import programs, verify_runs
+    from trueshard.verification import comparing, programs
 
     words, exact = more or [], bool(options["exact"])
     if record is not None:
@@ -251,7 +251,7 @@ def verify(
         if Path(subject).is_dir():
             if not words:
                 raise UserError(f"{subject}: give the recording to compare with, too")
-            report = verify_runs(subject, words[0], shaken, exact=exact)
+            report = comparing.verify_runs(subject, words[0], shaken, exact=exact)
         elif subject.endswith(".py"):
             report = programs.verify_script(Path(subject), words, nproc, alone, steps, timeout, exact)
         else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from trueshard import _torch
@@ -146,6 +147,8 @@ def refuse(index: Index) -> None:
             f"a {type(index.root).__name__} has no forward, so nothing says when to gather it; put it in a module "
             "that calls it, or shard its members one by one"
         )
+    if any(isinstance(module, FullyShardedDataParallel) for module in _torch.every_module(index.model)):
+        raise ValueError("the model holds a FullyShardedDataParallel (FSDP 1): shard what it holds in its place")
     for name, module in index.modules.items():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(f"{name or 'the model'!r} is a DistributedDataParallel: shard what it holds in its place")

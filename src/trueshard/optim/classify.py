@@ -32,9 +32,9 @@ from torch import nn
 from trueshard import _torch
 from trueshard.errors import with_kind
 from trueshard.optim import trial
-from trueshard.optim.rebind import by_shape, family
+from trueshard.optim.rebind import by_shape, family, leaves
 from trueshard.optim.runs import BINDING
-from trueshard.optim.trial import RANKS, STEPS, Parted, Path, Place, Refused, Result, Shapes, leaves, run
+from trueshard.optim.trial import RANKS, STEPS, Parted, Path, Place, Refused, Result, Shapes, run
 
 TOLERANCE = 1e-3
 """Tolerated difference, as a part of a parameter's largest change: float32 sums in another order stay far below, any

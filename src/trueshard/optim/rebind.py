@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,3 +123,15 @@ def as_shard(local: torch.Tensor, parameter: DTensor) -> DTensor:
         return _torch.dtensor_over(local, parameter, parameter.shape, parameter.stride())
     shape = torch.Size((*parameter.shape[:1], *local.shape[1:]))
     return _torch.dtensor_over(local, parameter, shape, torch.empty(shape, device="meta").stride())
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path, value) for what nested dicts, lists and tuples hold."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            yield from leaves(member, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for i, member in enumerate(value):
+            yield from leaves(member, (*path, i))
+    else:
+        yield path, value

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from trueshard import _torch
 from trueshard.model.regions import rows_of
-from trueshard.optim.rebind import family
+from trueshard.optim.rebind import family, leaves
 from trueshard.optim.runs import StepRuns
 from trueshard.optim.seeded_random import SameDraws
 
@@ -294,18 +294,6 @@ def _numbers(table: dict[str, Any]) -> dict[tuple[Any, ...], Any]:
         for path, value in held_by(settings, set())
         if (isinstance(value, torch.Tensor) and value.numel() <= 1) or isinstance(value, (int, float))
     }
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, value) for what nested dicts, lists and tuples hold."""
-    if isinstance(value, dict):
-        for key, member in value.items():
-            yield from leaves(member, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for i, member in enumerate(value):
-            yield from leaves(member, (*path, i))
-    else:
-        yield path, value
 
 
 def is_own(value: Any) -> bool:

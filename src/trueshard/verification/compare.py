@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trueshard import _torch
-from trueshard.checkpoint.hashing import hash_here
-from trueshard.checkpoint.inspecting import Inspected
 from trueshard.model.names import Index
 from trueshard.model.regions import replicated_dims
-from trueshard.optim.trial import leaves
+from trueshard.optim.rebind import leaves
+
+if TYPE_CHECKING:
+    from trueshard.checkpoint.inspecting import Inspected
 
 SHAKE = 8.0
 """Rounding errors by which the second run is changed: enough that whatever jumps at a rounding (an optimizer that
@@ -65,6 +66,8 @@ class Comparison:
     """Allowed ``relative``."""
     words: str = ""
     """Description of a difference that is not a number."""
+    factor: float = math.nan
+    """The tensor over the expected one, by least squares, where that was asked for."""
 
     @classmethod
     def fault(cls, kind: str, step: int, name: str, words: str) -> Comparison:
@@ -105,6 +108,11 @@ def distance(actual: torch.Tensor, expected: torch.Tensor, start: torch.Tensor |
     if start is not None and size:
         total = max(0.0, total - 2 * torch.finfo(expected.dtype).eps * _size(two))
     return largest, (total / size if size else math.inf)
+
+
+def factor(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    one, two = actual.double(), expected.double()
+    return float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
 
 
 def _size(tensor: torch.Tensor) -> float:
@@ -226,6 +234,8 @@ def gathered_tensors(values: Named) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unequal_copies(model: nn.Module) -> tuple[int, list[str]]:
     """Return how many parameters several ranks hold a part of, the same, and those of which they differ. Collective."""
+    from trueshard.checkpoint.hashing import hash_here  # not for a recording, which needs torch alone
+
     count, wrong = 0, []
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,16 @@ from torch import nn
 from trueshard.errors import own_errors
 from trueshard.verification import compare
 from trueshard.verification.compare import FACTOR, FLOORS, Comparison, Tolerances
-from trueshard.verification.modules import BACKWARD, FORWARD, Apart, Located, Place, Side, locate
+from trueshard.verification.modules import BACKWARD, FORWARD, Apart, Located, Passed, Place, locate
 from trueshard.verification.recording import INDEX
 from trueshard.verification.report import Verified, point_of
 
-SIDES: dict[str, Side] = {side: side for side in (*FORWARD, *BACKWARD)}
 VALUES = ("gradients", "gradient norm", "clipped gradients", "parameters", "state")
 POINTS = {"samples": ("samples",), "forward": FORWARD, "backward": BACKWARD, **{kind: (kind,) for kind in VALUES}}
 UNMEASURED = 1000.0
 """Allowed differences over the least ones, after an optimizer's step, where no third run tells them."""
 
 Allowed = Callable[[str, int, str], float]
-Passed = list[tuple[Place, Comparison]]
 Row = tuple[int, int, int]
 """Rank, pass, row in the pass."""
 
@@ -45,7 +43,7 @@ class ComparedRuns(Verified):
 
     @property
     def head(self) -> str:
-        return "\n".join(f"{name}: {words}" for name, words in self.setting.items())
+        return "Two runs, {steps} steps\nfirst: {first}\nsecond: {second}".format(**self.setting)
 
     @property
     def verdict(self) -> str:
@@ -66,10 +64,20 @@ class Recording:
         self.contents: list[dict[tuple[str, int, str], str]] = [
             {(kind, step, name): content for kind, step, name, content in rank["entries"]} for rank in self.ranks
         ]
+        # A later stage of a pipeline is given no samples: it has those of the first stage's rank of the same place.
+        self.held = [{key[2] for key in contents if key[:2] == ("parameters", 0)} for contents in self.contents]
+        beginning = [rank for rank in self.ranks if not rank["is later stage"]]
+        self.is_pipeline, places = len(beginning) < len(ranks), Counter[frozenset[str]]()
+        for rank, held in zip(self.ranks, map(frozenset, self.held), strict=True):
+            rank["rows"] = beginning[places[held] % len(beginning)]["rows"] if rank["is later stage"] else rank["rows"]
+            places[held] += rank["is later stage"]
+            passes = rank["rows"].get("1", ())
+            if self.is_pipeline and len(passes) > 1 and passes[0]["hashes"] == passes[1]["hashes"]:
+                passes[0] = {**passes[0], "hashes": []}  # in which torch finds out the shapes between stages
 
     def __str__(self) -> str:
         one = self.ranks[0]
-        return f"{self._folder}, {len(self.ranks)} ranks, torch {one['torch']}, {one['commit']} {one['command']}"
+        return f"{self._folder}, ranks: {len(self.ranks)}, torch {one['torch']}, {one['commit']} {one['command']}"
 
     def read(self, content: str) -> torch.Tensor:
         tensor: torch.Tensor = torch.load(self._folder / "tensors" / f"{content}.pt")
@@ -78,10 +86,10 @@ class Recording:
     def names(self, kind: str, step: int) -> dict[str, None]:
         return dict.fromkeys(key[2] for contents in self.contents for key in contents if key[:2] == (kind, step))
 
-    def values(self, kind: str, step: int, name: str) -> list[torch.Tensor]:
-        """Return the values that ranks hold under a name, each once."""
-        found = [contents.get((kind, step, name)) for contents in self.contents]
-        return [self.read(content) for content in dict.fromkeys(found) if content is not None]
+    def of_ranks(self, key: tuple[str, int, str], ranks: Sequence[int] | None = None) -> list[str]:
+        """Return the contents that ranks (all, if left out) hold under a key."""
+        chosen = range(len(self.contents)) if ranks is None else ranks
+        return [self.contents[rank][key] for rank in chosen if key in self.contents[rank]]
 
     def samples(self, step: int, which: int | None) -> dict[Row, str]:
         """Return the hash of each sample of a step: of all tensors, or of one of them."""
@@ -95,18 +103,16 @@ class Recording:
 
 def _match(first: Recording, second: Recording, step: int) -> dict[tuple[int, int], list[Row]] | str:
     """Return by rank and pass of the second run where its rows are in the first; or how samples differ, in words."""
-    for one, two in ((None, None), *((a, b) for a in range(3) for b in range(3))):
-        rows, others = first.samples(step, one), second.samples(step, two)
-        count, other, ranks = Counter(rows.values()), Counter(others.values()), len(others) / max(len(rows), 1)
-        # Ranks that share matrices have the same samples.
-        if (rows or one is None) and other == {value: number * ranks for value, number in count.items()}:
-            places, result = defaultdict(list), defaultdict(list)
-            for place, value in rows.items():
-                places[value].append(place)
+    for one, two in ((None, None), *itertools.product(range(3), repeat=2)):
+        rows, others, places = first.samples(step, one), second.samples(step, two), defaultdict[str, list[Row]](list)
+        for place, value in rows.items():
+            places[value].append(place)
+        times = len(others) / max(len(rows), 1)  # ranks that share matrices have the same samples
+        if (rows or one is None) and Counter(others.values()) == {key: len(at) * times for key, at in places.items()}:
+            turns = {value: itertools.cycle(at) for value, at in places.items()}
+            result = defaultdict[tuple[int, int], list[Row]](list)
             for place, value in others.items():
-                at = places[value]
-                result[place[:2]].append(place if place in at else at[0])
-                at.append(at.pop(0))
+                result[place[:2]].append(next(turns[value]))
             return result
     rows, others = first.samples(step, None), second.samples(step, None)
     new, twice = len(set(others.values()) - set(rows.values())), len(others) - len(set(others.values()))
@@ -119,18 +125,17 @@ def _match(first: Recording, second: Recording, step: int) -> dict[tuple[int, in
 def _expected(first: Recording, step: int, place: Place, rows: list[Row], actual: torch.Tensor) -> torch.Tensor | None:
     """Return what a tensor of the second run is in the first, or None if that cannot be told."""
     passes: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}
-    for rank, number, _ in rows:
+    for rank, number in dict.fromkeys((rank, number) for rank, number, _ in rows):
         content = first.contents[rank].get((place.side, step, replace(place, microbatch=number).key))
         if content is None:
             return None
-        if (rank, number) not in passes:
-            one = first.ranks[rank]["rows"][str(step)][number]
-            passes[rank, number] = first.read(content), one["count"], one["inner"]
+        one = first.ranks[rank]["rows"][str(step)][number]
+        passes[rank, number] = first.read(content), one["count"], one["inner"]
     tensors = [tensor for tensor, *_ in passes.values()]
-    for each in (1, *{inner for *_, inner in passes.values()}):  # rows of a sample: 1, or its tokens
-        fits = all(tensor.ndim and tensor.size(0) == count * each for tensor, count, _ in passes.values())
-        if fits and actual.ndim and actual.size(0) == len(rows) * each:
-            return torch.cat([passes[rank, number][0][i * each : (i + 1) * each] for rank, number, i in rows])
+    for size in (1, *{inner for *_, inner in passes.values()}):  # rows of a sample: 1, or its tokens
+        fits = all(tensor.ndim and tensor.size(0) == count * size for tensor, count, _ in passes.values())
+        if fits and actual.ndim and actual.size(0) == len(rows) * size:
+            return torch.cat([passes[rank, number][0][i * size : (i + 1) * size] for rank, number, i in rows])
     same = len(passes) == 1 and len({row for *_, row in rows}) == next(iter(passes.values()))[1]
     return tensors[0] if same else None
 
@@ -147,12 +152,19 @@ def _is_sorted(
     return bool(torch.cdist(one, two).amin(1).square().mean().sqrt() <= tolerance)
 
 
-def _joined(parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """Return the ranks' parts one after the other in the dimension that makes them ``whole``; else the first."""
-    for dim in range(whole.ndim):
-        if [*parts[0].shape[:dim], sum(part.size(dim) for part in parts), *parts[0].shape[dim + 1 :]] == [*whole.shape]:
-            return torch.cat(parts, dim)
-    return parts[0]
+def _joined(run: Recording, contents: Sequence[str], whole: torch.Tensor) -> torch.Tensor | None:
+    """Return ranks' parts one after the other, in a dimension or as flat pieces, where that makes them ``whole``."""
+    for chosen in (dict.fromkeys(contents), contents):  # replicas once, or parts that happen to be the same
+        parts = [run.read(content) for content in chosen]
+        if len(parts) == 1 and parts[0].shape == whole.shape:
+            return parts[0]
+        if {part.ndim for part in parts} == {1} and sum(part.numel() for part in parts) == whole.numel():
+            return torch.cat(parts).view_as(whole)
+        for dim in range(whole.ndim if {part.ndim for part in parts} == {whole.ndim} else 0):
+            total = sum(part.size(dim) for part in parts)
+            if [*parts[0].shape[:dim], total, *parts[0].shape[dim + 1 :]] == [*whole.shape]:
+                return torch.cat(parts, dim)
+    return None
 
 
 def _passed(
@@ -163,37 +175,36 @@ def _passed(
     Ranks that share matrices have the same samples, and may have parts of a sum. Only where gradients or parameters of
     the step ``differs``, their other parts are joined (not all are in the order of ranks), and dtypes are compared.
     """
-    for rank, contents in zip(second.ranks, second.contents, strict=True):
-        found: Passed = []
+    for rank, contents in enumerate(second.contents):
+        lacking = first.names("parameters", 0).keys() - second.held[rank] if second.is_pipeline else set()
+        passed: Passed = []
         factors: dict[int, torch.Tensor] = {}
         for (kind, at, key), content in contents.items():
-            if at != step or kind not in SIDES:
+            if at != step or kind not in (*FORWARD, *BACKWARD):
                 continue
             part, number, module, call, index = json.loads(key)
-            place = Place(part, number, module, call, SIDES[kind], index)
-            rows, actual = places.get((rank["rank"], number)), second.read(content)
+            place = Place(part, number, module, call, kind, index)
+            rows, actual = places.get((rank, number)), second.read(content)
             expected = _expected(first, step, place, rows, actual) if rows else None
-            if expected is None:
+            prefix = f"{module}." if module else ""
+            if expected is None or any(name.startswith(prefix) for name in lacking):  # a stage has a part of the module
                 continue
-            alike = [
-                theirs[kind, at, key]
-                for other, theirs in zip(second.ranks, second.contents, strict=True)
-                if places.get((other["rank"], number)) == rows and (kind, at, key) in theirs
-            ]
+            same = [other for other in range(len(second.ranks)) if places.get((other, number)) == rows]
+            alike = second.of_ranks((kind, at, key), same)
             if differs and expected.shape != actual.shape:
-                actual = _joined(list(map(second.read, alike)), expected)
-            if expected.shape != actual.shape:
+                joined = _joined(second, alike, expected)
+                actual = actual if joined is None else joined
+            is_row = actual.ndim and not actual.size(0) % len(rows)
+            if expected.shape != actual.shape or (place.side in BACKWARD and not is_row):
                 continue
             if place.side in BACKWARD:
-                if not actual.ndim or actual.size(0) % len(rows):
-                    continue
                 one, two = (tensor.double().reshape(len(rows), -1) for tensor in (actual, expected))
                 own = ((one * two).sum(1) / two.square().sum(1)).nan_to_num(1.0)
                 expected = (two * factors.setdefault(number, own)[:, None]).view_as(expected)
             name = f"{module or 'the model'}, {kind} {index}, call {call}"
             sizes, tolerance = compare.distance(actual, expected), allowed(kind, step, name)
             if sizes[1] > tolerance and len(alike) > 1:
-                parts = list(map(second.read, alike))
+                parts = [second.read(part) for part in alike]
                 if all(part.shape == expected.shape for part in parts):
                     total = torch.stack(parts).sum(0)  # or a mean: of the losses of ranks that share sequences
                     both = [compare.distance(total / number, expected) for number in (1, len(parts))]
@@ -202,75 +213,69 @@ def _passed(
                 continue
             there, here = (str(tensor.dtype).removeprefix("torch.") for tensor in (expected, actual))
             words = f"is {here}, and {there} there" if differs and kind == "output" and here != there else ""
-            found.append((place, Comparison(kind, step, name, *sizes, tolerance, words)))
-        yield found
+            passed.append((place, Comparison(kind, step, name, *sizes, tolerance, words)))
+        yield passed
 
 
-def _values(first: Recording, second: Recording, step: int, allowed: Allowed) -> Iterator[tuple[Comparison, float]]:
+def _values(first: Recording, second: Recording, step: int, allowed: Allowed) -> Iterator[Comparison]:
     """Yield what is compared by the name of a parameter, with the factor between both."""
     for key, words in {} if step else {"trained": "is trained", "in the optimizer": "is in the optimizer"}.items():
         sets = [{name for rank in run.ranks for name in rank[key]} for run in (first, second)]
         for name in sorted(sets[0] ^ sets[1]) if all(sets) else ():
             run = "first" if name in sets[0] else "second"
-            yield Comparison.fault("parameters", step, name, f"{words} in the {run} run only"), math.nan
+            yield Comparison.fault("parameters", step, name, f"{words} in the {run} run only")
     norms = {bool(run.names("gradient norm", step)) for run in (first, second)}
     # Where one run clips by a function that was not seen, what the optimizer gets is compared alone.
     skipped = {(False,): VALUES[2:3], (True,): (), (False, True): VALUES[:2]}[tuple(sorted(norms))]
-    places = [
-        (kind, name)
-        for kind in VALUES
-        if kind not in skipped
-        for name in first.names(kind, step) | second.names(kind, step)
-    ]
-    for kind, name in places:
-        olds, news = first.values(kind, step, name), second.values(kind, step, name)
-        if not olds or not news:
-            words = f"is in the {'first' if olds else 'second'} run only"
-            yield Comparison.fault(kind, step, name, words), math.nan
-            continue
-        words, expected, actual = "", olds[0], news[0]
-        dims = [dim for dim, size in enumerate(expected.shape) if actual.ndim > dim and actual.size(dim) != size]
-        if len(dims) == 1:
-            actual = torch.cat(news, dims[0])  # ranks' parts
-        elif len(olds) == len(news):
-            expected, actual = _flat(olds), _flat(news)
-        elif len(news) > 1:
-            words = "is not the same on all ranks"
-        start = _flat(first.values(kind, 0, name)) if kind == "parameters" and step else None
-        start = None if start is None or start.shape != expected.shape else start
-        sizes, tolerance = compare.distance(actual, expected, start), allowed(kind, step, name)
-        if start is not None and 0 < tolerance < sizes[1]:
-            unsure = _unsure(first, second, step, name, allowed)
-            sizes = compare.distance(torch.where(unsure, expected, actual), expected, start)
-        one, two = (tensor.double() for tensor in (actual, expected))
-        factor = float((one * two).sum() / two.square().sum()) if one.shape == two.shape else math.nan
-        yield Comparison(kind, step, name, *sizes, tolerance, words), factor
+    for kind in VALUES:
+        for name in () if kind in skipped else first.names(kind, step) | second.names(kind, step):
+            olds, news = (run.of_ranks((kind, step, name)) for run in (first, second))
+            if not olds or not news:
+                words = f"is in the {'first' if olds else 'second'} run only"
+                yield Comparison.fault(kind, step, name, words)
+                continue
+            starts = first.of_ranks((kind, 0, name)) if kind == "parameters" and step else []
+            expected, words = first.read(olds[0]), ""
+            actual = _joined(second, news, expected)
+            if actual is None and len(set(olds)) == len(set(news)):
+                expected, actual = _flat(first, olds), _flat(second, news)
+            elif actual is None:
+                actual, words = second.read(news[0]), "is not the same on all ranks" if len(set(news)) > 1 else ""
+            start = _flat(first, starts) if starts else None
+            start = None if start is None or start.shape != expected.shape else start
+            sizes, tolerance = compare.distance(actual, expected, start), allowed(kind, step, name)
+            if start is not None and actual.shape == expected.shape and 0 < tolerance < sizes[1]:
+                unsure = _unsure(first, second, step, name, allowed)
+                sizes = compare.distance(torch.where(unsure, expected, actual), expected, start)
+            factor = compare.factor(actual, expected)
+            yield Comparison(kind, step, name, *sizes, tolerance, words, factor)
 
 
 def _unsure(first: Recording, second: Recording, step: int, name: str, allowed: Allowed) -> torch.Tensor:
     """Return the elements whose gradient was nothing but rounding: who divides by its size moves them anywhere."""
     result = torch.tensor(False)
     for at in range(1, step + 1):
-        values = [run.values("clipped gradients", at, name)[:1] for run in (first, second)]
-        if all(values) and values[0][0].shape == values[1][0].shape:
-            one, two = values[0][0].double(), values[1][0].double()
+        key = "clipped gradients", at, name
+        both = [[run.read(content) for content in run.of_ranks(key)[:1]] for run in (first, second)]
+        if all(both) and both[0][0].shape == both[1][0].shape:
+            one, two = both[0][0].double(), both[1][0].double()
             least = allowed("clipped gradients", at, name) * one.square().mean().sqrt()
             result = result | ((one != two) & (one.abs() <= least))
     return result
 
 
-def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
+def _flat(run: Recording, contents: Sequence[str]) -> torch.Tensor:
+    parts = [run.read(content) for content in dict.fromkeys(contents)]
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
 def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:
     """Return what may be apart, by kind, step and name."""
     noise: dict[tuple[str, int, str], float] = {}
-    for step in range(1, first.steps + 1) if shaken is not None else ():
+    for step in range(1, first.steps + 1) if shaken else ():
         assert shaken is not None
-        places = _match(first, shaken, step)
-        passed = [one for rank in _passed(first, shaken, step, places, _no_bit) for _, one in rank]
-        for one in [*passed, *(value for value, _ in _values(first, shaken, step, _no_bit))]:
+        by_rank = _passed(first, shaken, step, _match(first, shaken, step), _no_bit)
+        for one in [*(one for rank in by_rank for _, one in rank), *_values(first, shaken, step, _no_bit)]:
             key = one.kind, step, one.name
             noise[key] = max(noise.get(key, 0.0), 0.0 if one.words else one.relative)
     dtypes = {name for rank in first.ranks for name in rank["dtypes"]}
@@ -287,32 +292,23 @@ def _no_bit(kind: str, step: int, name: str) -> float:
     return 0.0
 
 
-def _first(values: list[tuple[Comparison, float]], by_rank: list[Passed], step: int, source: str) -> Located | None:
+def _first(values: list[Comparison], by_rank: list[Passed], step: int, source: str) -> Located | None:
     """Return where the second run leaves the first in a step."""
-    apart = [
-        [
-            Apart(place, order, one.relative, one.tolerance, one.words)
-            for order, (place, one) in enumerate(rank)
-            if not one.held
-        ]
-        for rank in by_rank
-    ]
-    if (located := locate(apart, {}, step, source)) is not None:
+    if (located := locate([Apart.of(rank) for rank in by_rank], (), step, source)) is not None:
         return located
-    summed = next((one.kind for one, _ in values if "gradients" in one.kind), None)
+    summed = next((one.kind for one in values if "gradients" in one.kind), None)
     for kind in VALUES:
-        wrong = [one for one, _ in values if one.kind == kind and not one.held]
-        sums = {one.name: (one.relative, one.tolerance, factor) for one, factor in values if one.kind == kind}
+        wrong = [one for one in values if one.kind == kind and not one.held]
         if wrong and kind == summed and not any(one.words for one in wrong):
-            return locate([], sums, step, source)
+            return locate([], wrong, step, source)
         for one in sorted(wrong, key=lambda one: (not one.words, -one.excess))[:1]:
-            times = f", {sums[one.name][2]:.3g} times what it should be" if "gradient" in kind else ""
+            times = f", {one.factor:.3g} times what it should be" if "gradient" in kind else ""
             words = one.words or f"is {one.relative:.2g} of the scale apart{times}, and all before it agrees"
             words += f" (allowed {one.tolerance:.1g}{source})" if one.tolerance else ""
             names = {"gradients": "gradient", "parameters": "optimizer", "state": "optimizer"}
             where = names.get(kind, kind) if step else "start"
             of = f"{one.name!r} " if one.name else ""
-            return Located(one.name.rpartition(".")[0], where, step, None, one.relative, one.tolerance, of + words)
+            return Located(one.name.rpartition(".")[0], where, step, None, of + words)
     return None
 
 
@@ -339,24 +335,24 @@ def verify_runs(
         raise ValueError(f"{first} and {second} are of other models: no parameter has the same name in both")
     allowed = _no_bit if exact else _tolerances(one, None if shaken is None else Recording(shaken))
     source = f": {FACTOR:g} times what rounding errors change of it" if shaken else ""
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     located = None
     for step in range(min(one.steps, two.steps) + 1):
         places: Any = _match(one, two, step) if step else {}
         if isinstance(places, str):
-            found.append(Comparison.fault("samples", step, "", places))
-            located, places = located or Located("", "samples", step, None, math.nan, math.nan, places), {}
+            compared.append(Comparison.fault("samples", step, "", places))
+            located, places = located or Located("", "samples", step, None, places), {}
         elif step:
-            found.append(Comparison("samples", step, "", 0.0, 0.0, 0.0))
+            compared.append(Comparison("samples", step, "", 0.0, 0.0, 0.0))
         values = list(_values(one, two, step, allowed))
-        differs = not all(value.held for value, _ in values)
+        differs = not all(value.held for value in values)
         by_rank = list(_passed(one, two, step, places, allowed, differs))
-        if all(value.held for value, _ in values if value.kind == "parameters"):
+        if all(value.held for value in values if value.kind == "parameters"):
             # Gradients that ranks sum in the optimizer's step
-            values = [(value, factor) for value, factor in values if not value.words or "gradients" not in value.kind]
+            values = [value for value in values if not value.words or "gradients" not in value.kind]
         located = located or _first(values, by_rank, step, source)
-        found += [value for value, _ in values] + [passed for rank in by_rank for _, passed in rank]
-    by_point = {name: [one for one in found if one.kind in kinds] for name, kinds in POINTS.items()}
+        compared += values + [passed for rank in by_rank for _, passed in rank]
+    by_point = {name: [one for one in compared if one.kind in kinds] for name, kinds in POINTS.items()}
     points = tuple(point_of(name, some, "") for name, some in by_point.items() if some)
     setting = {"first": str(one), "second": str(two), "steps": min(one.steps, two.steps)}
     rough = f"No third run (--shaken) tells rounding: after a step, values may be {UNMEASURED:,.0f} times as far apart."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,24 +18,13 @@ from trueshard import _torch
 from trueshard.errors import one_line
 from trueshard.verification import compare
 from trueshard.verification.compare import FACTOR, Comparison, Named, Tolerances
-from trueshard.verification.modules import Located, Measure, Recorder, Writer, locate
+from trueshard.verification.modules import Apart, Located, Measure, Recorder, locate
 from trueshard.verification.runs import shaken
 from trueshard.verification.subjects import Case, Subject, TrainingSetup, subject_of
 from trueshard.verification.training import Microbatches, Progress, accumulate, microbatches_of, parts_here, train
 
-Distances = dict[str, tuple[float, float, float]]
-"""Name of a gradient → its distance, the allowed one, and the factor between both."""
 SOURCE = "modules"
 """Name of the reference's result, and of the folder of its tensors."""
-
-
-def watched_step(comparisons: list[Comparison]) -> tuple[int, bool] | None:
-    """Return the first step at which something is wrong, and whether its gradients are; None before training."""
-    wrong = [one for one in comparisons if not one.held and one.step]
-    if not wrong:
-        return None
-    step = min(one.step for one in wrong)
-    return step, any(one.kind in ("losses", "gradients", "gradient norm") for one in wrong if one.step == step)
 
 
 def located_reference(case: Case, progress: Progress) -> tuple[Tolerances, str]:
@@ -52,7 +41,7 @@ def located_reference(case: Case, progress: Progress) -> tuple[Tolerances, str]:
             wide = copy.deepcopy(setup.model)
         except Exception as error:
             missing = f" (float64: {one_line(error)})"
-    watch(setup, Writer(store, step), microbatches, step, case.seed)
+    watch(setup, lambda at, tensor: store.write(at.side, step, at.key, tensor), microbatches, step, case.seed)
     rounded, exact = Measure(store, step), Measure(store, step)
     if wide is not None:
         del setup.model
@@ -76,33 +65,31 @@ def located(case: Case, progress: Progress) -> Located | None:
     progress.stage = "shard()"
     setup, step = subject.sharded(), case.watched
     microbatches = _before(train(subject, setup, first.record, progress), subject, setup, step)
-    measure = Measure(case.tensors(SOURCE), step)
+    measure = Measure(case.tensors(SOURCE), step, None if case.is_exact else tolerances)
     watch(setup, measure, microbatches, step, case.seed)
     expected, allowed = case.tensors("reference"), Tolerances({}, 0.0, {}) if case.is_exact else first.tolerances
     known, gradients = expected.names("gradients", step), compare.values_of("gradients", setup.model)
     found = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed, step)
-    return located_on(measure, tolerances, case.is_exact, found, step, source)
+    return located_on(measure, found, step, source)
 
 
 def distances(
     values: Named, known: Iterable[str], read: Callable[[str], torch.Tensor], allowed: Tolerances, step: int
-) -> Distances:
-    """Gather ``values`` and return how far those that are ``known`` here are from what ``read`` gives. Collective."""
-    result = dict.fromkeys(known, (math.inf, 0.0, 0.0))
+) -> list[Comparison]:
+    """Gather ``values`` and compare those that are ``known`` here with what ``read`` gives. Collective."""
+    result = {name: Comparison("gradients", step, name, math.inf, math.inf, 0.0, factor=0.0) for name in known}
     for name, value in compare.gathered_tensors(values):
         if name in result:
-            one, two = value.double(), read(name).double()
-            factor = float((one * two).sum() / two.square().sum())
-            result[name] = compare.distance(one, two)[1], allowed.of("gradients", step, name), factor
-    return result
+            sizes, factor = compare.distance(value, read(name)), compare.factor(value, read(name))
+            tolerance = allowed.of("gradients", step, name)
+            result[name] = Comparison("gradients", step, name, *sizes, tolerance, factor=factor)
+    return list(result.values())
 
 
-def located_on(
-    measure: Measure, tolerances: Tolerances, exactly: bool, gradients: Distances, step: int, source: str
-) -> Located | None:
+def located_on(measure: Measure, gradients: Sequence[Comparison], step: int, source: str) -> Located | None:
     """Return where the ranks' ``measure`` and the ``gradients`` leave the reference first. Collective."""
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (measure.apart(tolerances, exactly), measure.passed_over))
+    dist.all_gather_object(ranks, (Apart.of(measure.passed), measure.passed_over))
     return locate([apart for apart, _ in ranks], gradients, step, source, sum(count for _, count in ranks))
 
 

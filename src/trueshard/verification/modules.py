@@ -17,9 +17,9 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,11 +27,10 @@ from torch import nn
 from trueshard import _torch
 from trueshard.model.names import named_modules
 from trueshard.verification import compare
-from trueshard.verification.compare import TensorStore, Tolerances
+from trueshard.verification.compare import Comparison, TensorStore, Tolerances
 
-Side = Literal["input", "output", "output gradient", "input gradient"]
-FORWARD: tuple[Side, ...] = ("input", "output")
-BACKWARD: tuple[Side, ...] = ("output gradient", "input gradient")
+FORWARD = ("input", "output")
+BACKWARD = ("output gradient", "input gradient")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Place:
     module: str
     call: int
     """Calls of the module in that microbatch before this one."""
-    side: Side
+    side: str  # of ``FORWARD`` or ``BACKWARD``
     index: int
     """Place among the tensors of that side."""
 
@@ -53,18 +52,22 @@ class Place:
         return json.dumps([self.part, self.microbatch, self.module, self.call, self.index])
 
 
-@dataclass(frozen=True)
-class Apart:
+Passed = list[tuple[Place, Comparison]]
+"""Tensors that pass borders, in their order."""
+Sink = Callable[[Place, torch.Tensor], None]
+
+
+class Apart(NamedTuple):
     """A tensor that is further from the reference's than it may be."""
 
-    place: Place
     order: int
     """Number of tensors that its rank has seen before."""
-    relative: float
-    """Size of all differences over that of the expected tensor."""
-    tolerance: float
-    words: str = ""
-    """Fault that is no matter of size."""
+    place: Place
+    comparison: Comparison
+
+    @staticmethod
+    def of(passed: Passed) -> list[Apart]:
+        return [Apart(order, *pair) for order, pair in enumerate(passed) if not pair[1].held]
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,6 @@ class Located:
     step: int
     rank: int | None
     """Rank that differs first; None: no single one."""
-    relative: float
-    """Size of the differences over that of the expected tensor."""
-    tolerance: float
     words: str
     """Description: what agrees, what does not, and what the tolerance follows from."""
 
@@ -93,10 +93,10 @@ class Located:
 
 
 class Recorder:
-    """Shows ``sink`` what passes the borders of a model's modules, in its order, while ``watching``."""
+    """Shows ``sink`` the ``content`` of tensors that pass a model's modules, in their order, while ``watching``."""
 
-    def __init__(self, model: nn.Module, sink: Callable[[Place, torch.Tensor], None]) -> None:
-        self._model, self._sink = model, sink
+    def __init__(self, model: nn.Module, sink: Sink, content: Any = _torch.local) -> None:
+        self._model, self._sink, self._content = model, sink, content
         self._part = self._microbatch = 0
         self._is_forward = False
         self._unit: torch.Tensor | None = None
@@ -169,11 +169,7 @@ class Recorder:
     def _see(self, place: Place, tensor: torch.Tensor) -> None:
         self._sink(place, self._content(tensor.detach()))
 
-    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is looked at of a tensor: its local part."""
-        return _torch.local(tensor)
-
-    def _see_gradient(self, place: Place, side: Side, tensor: torch.Tensor) -> None:
+    def _see_gradient(self, place: Place, side: str, tensor: torch.Tensor) -> None:
         place = replace(place, side=side)
 
         def see(gradient: torch.Tensor | None) -> None:
@@ -183,25 +179,13 @@ class Recorder:
         _torch.call_with_gradient(tensor, see)
 
 
-class Writer:
-    """Keeps tensors on disk, by side, step and place."""
-
-    def __init__(self, store: TensorStore, step: int) -> None:
-        self._store, self._step = store, step
-
-    def __call__(self, place: Place, tensor: torch.Tensor) -> None:
-        self._store.write(place.side, self._step, place.key, tensor)
-
-
 class Measure:
-    """Collects how far tensors are from those on disk, those of other shapes left out."""
+    """Compares tensors with those on disk, those of other shapes left out; without ``tolerances`` no bit may differ."""
 
-    def __init__(self, store: TensorStore, step: int) -> None:
-        self._store, self._step = store, step
+    def __init__(self, store: TensorStore, step: int, tolerances: Tolerances | None = None) -> None:
+        self._store, self._step, self._tolerances = store, step, tolerances
         self._names = {side: set(store.names(side, step)) for side in (*FORWARD, *BACKWARD)}
-        self.noise: dict[tuple[str, int, str], float] = {}
-        """Distance by side, step and place, in their order."""
-        self.places: list[Place] = []
+        self.passed: Passed = []
         self.passed_over = 0
         """Tensors of another shape."""
 
@@ -212,42 +196,33 @@ class Measure:
         if expected.shape != actual.shape:
             self.passed_over += 1
             return
-        self.noise[place.side, self._step, place.key] = compare.distance(actual, expected)[1]
-        self.places.append(place)
+        key, tolerances = (place.side, self._step, place.key), self._tolerances
+        tolerance = 0.0 if tolerances is None else tolerances.of(*key)
+        self.passed.append((place, Comparison(*key, *compare.distance(actual, expected), tolerance)))
 
-    def apart(self, tolerances: Tolerances, exactly: bool) -> list[Apart]:
-        """Return the tensors that are further away than they may be, in their order."""
-        result = []
-        for order, place in enumerate(self.places):
-            key = (place.side, self._step, place.key)
-            tolerance = 0.0 if exactly else tolerances.of(*key)
-            if not self.noise[key] <= tolerance:
-                result.append(Apart(place, order, self.noise[key], tolerance))
-        return result
+    @property
+    def noise(self) -> dict[tuple[str, int, str], float]:
+        """Distance by side, step and place."""
+        return {(one.kind, one.step, one.name): one.relative for _, one in self.passed}
 
 
 def locate(
     by_rank: Sequence[Sequence[Apart]],
-    gradients: Mapping[str, tuple[float, float, float]],
+    gradients: Sequence[Comparison],
     step: int,
     source: str,
     passed_over: int = 0,
 ) -> Located | None:
     """Return where the sharded run leaves the reference first, or None if all that was seen agrees.
 
-    Args:
-        by_rank: what is apart on each rank, in its order.
-        gradients: by parameter, how far its summed gradient is apart, what it may be, and the factor between both.
-        step: the one that was looked at.
-        source: of the tolerances, in words.
-        passed_over: tensors that were not compared.
+    ``gradients``: the summed ones, with the factor between both; ``source``: of the tolerances, in words;
+    ``passed_over``: how many tensors were not compared.
     """
     for where, sides in (("forward", FORWARD), ("backward", BACKWARD)):
         firsts = _firsts(by_rank, sides)
         if not firsts:
             continue
-        rank, first = firsts[0]
-        place = first.place
+        rank, (_, place, first) = firsts[0]
         begins = place.side in ("input", "output gradient")  # what comes to the module is wrong before it does anything
         parent = place.module.rpartition(".")[0]
         size = f"{first.relative:.2g} of the scale" if math.isfinite(first.relative) else "not finite, or not zero"
@@ -264,22 +239,20 @@ def locate(
             what = "the batch" if where == "forward" else "the loss, outside of the model"
             words, module, where = f"{what}: {size}", "", "batch" if where == "forward" else "loss"
         allowed = f"allowed {first.tolerance:.1g}{source}" if first.tolerance else "not a bit may differ"
-        return Located(module, where, step, rank, first.relative, first.tolerance, f"{words}{more} ({allowed})")
-    wrong = {name: value for name, value in gradients.items() if not value[0] <= value[1]}
-    if not wrong:
+        return Located(module, where, step, rank, f"{words}{more} ({allowed})")
+    worst = max((one for one in gradients if not one.held), key=lambda one: one.excess, default=None)
+    if worst is None:
         return None
-    name = max(wrong, key=lambda name: wrong[name][0] / wrong[name][1] if wrong[name][1] else math.inf)
-    relative, tolerance, factor = wrong[name]
     parts = f" ({passed_over:,} tensors that are parts were not compared)" if passed_over else ""
-    times = f", {factor:.3g} times what it should be" if abs(factor - 1) > tolerance else ""
+    times = f", {worst.factor:.3g} times what it should be" if abs(worst.factor - 1) > worst.tolerance else ""
     words = (
-        f"that of {name!r} is {relative:.2g} of the scale apart{times}; what goes through its module forward and "
-        f"backward agrees on every rank{parts}: look at hooks on the parameter, and at its sum over ranks"
+        f"that of {worst.name!r} is {worst.relative:.2g} of the scale apart{times}; what goes through its module "
+        f"forward and backward agrees on every rank{parts}: look at hooks on the parameter, and at its sum over ranks"
     )
-    return Located(name.rpartition(".")[0], "gradient", step, None, relative, tolerance, words)
+    return Located(worst.name.rpartition(".")[0], "gradient", step, None, words)
 
 
-def _firsts(by_rank: Sequence[Sequence[Apart]], sides: Sequence[Side]) -> list[tuple[int, Apart]]:
+def _firsts(by_rank: Sequence[Sequence[Apart]], sides: Sequence[str]) -> list[tuple[int, Apart]]:
     """Return (rank, what is apart first), for the ranks on which that is the same side of the same module."""
     firsts = [(rank, one) for rank, some in enumerate(by_rank) for one in some if one.place.side in sides]
     _, first = min(firsts, key=lambda pair: pair[1].order, default=(0, None))

@@ -9,12 +9,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.optim import optimizer as hooks
 
 from trueshard import _torch
-from trueshard.checkpoint.process_group import as_bytes
-from trueshard.errors import TrueShardValueError
+from trueshard.errors import TrueShardTypeError, TrueShardValueError
 from trueshard.files import replace_text, replacing
 from trueshard.model.names import held_tensors, unwrap
-from trueshard.optim.trial import leaves
+from trueshard.optim.rebind import leaves
 from trueshard.verification import compare
 from trueshard.verification.modules import Place, Recorder
 
@@ -61,7 +65,7 @@ class _Recording(Recorder):
     """One rank's recording, which finds by itself where a pass of the model begins and ends, and a step."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(nn.Identity(), self._keep)
+        super().__init__(nn.Identity(), self._keep, compare.full)
         self.model: nn.Module | None = None
         self._folder, self._steps = folder, int(os.environ.get(STEPS, "3"))
         self._step, self._random = 0, torch.Generator().manual_seed(0)
@@ -69,13 +73,13 @@ class _Recording(Recorder):
         self._given: list[Any] = []
         self._rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._entries: dict[tuple[str, int, str], str] = {}
-        self._notes: dict[str, Any] = {"in the optimizer": {}, "dtypes": {}}  # names as keys
+        self._notes: dict[str, Any] = {"in the optimizer": {}, "dtypes": {}, "is later stage": False}
         call, clip = nn.Module.__call__, functools.partial(self._clip, nn.utils.clip_grad_norm_)
 
         def look(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not self._step and (root := self._root(module)) is not None:
                 nn.Module.__call__ = call  # type: ignore[method-assign]
-                self._start(root)
+                self._start(root, module)
             return call(module, *args, **kwargs)
 
         nn.Module.__call__ = look  # type: ignore[method-assign]
@@ -104,7 +108,7 @@ class _Recording(Recorder):
                 return module
             module = inner[held[0]]
 
-    def _start(self, root: nn.Module) -> None:
+    def _start(self, root: nn.Module, outermost: nn.Module) -> None:
         self.model = self._model = root
         self._step = 1
         joined = dist.is_initialized()
@@ -115,12 +119,16 @@ class _Recording(Recorder):
             self._own.mkdir(parents=True)
         except FileExistsError:
             raise TrueShardValueError(f"{self._own} is there already; record in another folder") from None
+        modules = _torch.every_module(outermost)
+        self._flat = next((module for module in modules if isinstance(module, FullyShardedDataParallel)), None)
         trained = {held.name: held.tensor for held in held_tensors(root, "parameters") if held.tensor.requires_grad}
+        if any(isinstance(parameter, FlatParameter) for parameter in trained.values()):
+            raise TrueShardValueError("the model's parameters are flat (FSDP 1): give it use_orig_params=True")
         self._notes["trained"] = list(trained)
         for parameter in trained.values() if os.environ.get(SHAKEN) else ():
             compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), self._random)
         self._keep_all("parameters", 0)
-        for module in _torch.every_module(root):  # before FSDP2 gathers parameters for the pass
+        for module in modules:  # before FSDP2 gathers parameters for the pass
             module.register_forward_pre_hook(self._before_pass, prepend=True)
         # Hooks stay, and do nothing after the last step: one cannot be removed while torch calls it.
         self._watching = self.watching()
@@ -137,9 +145,10 @@ class _Recording(Recorder):
         over = self._is_forward or self._step > self._steps
         if not over and torch.is_grad_enabled() and not _torch.in_backward():
             tensors, passes = _torch.tensors_in((args, kwargs)), self._rows[self._step]
-            if passes and any(tensor.requires_grad for tensor in tensors):  # the second of several parts of a pass
+            if passes and not all(tensor.is_leaf for tensor in tensors):  # the second of several parts of a pass
                 self._is_forward = True
             else:
+                self._notes["is later stage"] |= any(tensor.requires_grad for tensor in tensors)  # of a pipeline
                 self.begin(0, len(passes))
                 count = next((tensor.size(0) for tensor in tensors if tensor.ndim), 0)
                 batch = [tensor.detach() for tensor in tensors if tensor.ndim and tensor.size(0) == count]
@@ -160,13 +169,14 @@ class _Recording(Recorder):
         if self._step > self._steps:
             self._finish()
             if os.environ.get(STOPS):
-                if dist.is_initialized():
-                    dist.barrier()
-                sys.stdout.flush()
-                os._exit(0)
+                threading.Thread(target=self._leave, daemon=True).start()
 
-    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
-        return compare.full(tensor)
+    def _leave(self) -> None:
+        """End the program once all ranks have ended their recordings: a pipeline's first stage is ahead of others."""
+        while len(list(self._folder.glob(f"rank-*/{INDEX}"))) < self._notes["ranks"]:
+            time.sleep(0.05)
+        sys.stdout.flush()
+        os._exit(0)
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not 0 < self._step <= self._steps:
@@ -221,10 +231,12 @@ class _Recording(Recorder):
         self._keep_all("gradients", self._step)
 
     def _keep_all(self, kind: str, step: int) -> None:
-        for held in held_tensors(self._model, "parameters"):
-            tensor = held.tensor if kind == "parameters" else held.tensor.grad
-            if tensor is not None:
-                self._keep((kind, step, held.name), tensor)
+        gather: Any = functools.partial(FullyShardedDataParallel.summon_full_params, writeback=False, with_grads=True)
+        with contextlib.nullcontext() if self._flat is None else gather(self._flat):
+            for held in held_tensors(self._model, "parameters"):
+                tensor = held.tensor if kind == "parameters" else held.tensor.grad
+                if tensor is not None:
+                    self._keep((kind, step, held.name), tensor)
 
     def _keep(self, place: Place | tuple[str, int, str], value: Any) -> None:
         """Write a tensor or number. Collective if it is a DTensor."""
@@ -253,4 +265,9 @@ class _Recording(Recorder):
 
 def _hash(tensor: torch.Tensor) -> str:
     kind = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return hashlib.blake2b(as_bytes(tensor.clone()), digest_size=12, key=hashlib.sha256(kind).digest()).hexdigest()
+    plain = tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    if type(plain) is not torch.Tensor:
+        raise TrueShardTypeError(f"a {type(plain).__name__} cannot be recorded, only plain tensors")
+    # numpy need not be there in another program
+    data = (ctypes.c_char * (plain.numel() * plain.itemsize)).from_address(plain.data_ptr())
+    return hashlib.blake2b(data, digest_size=12, key=hashlib.sha256(kind).digest()).hexdigest()

@@ -36,9 +36,9 @@ from trueshard.train.callbacks import Callback
 from trueshard.train.rl.ranks import awaited, on_first_rank
 from trueshard.train.trainer import Trainer
 from trueshard.verification import compare
-from trueshard.verification.compare import FACTOR, FLOORS, Named, TensorStore, Tolerances
-from trueshard.verification.locating import Distances, distances, located_on, watch
-from trueshard.verification.modules import Measure, Writer
+from trueshard.verification.compare import FACTOR, FLOORS, Comparison, Named, TensorStore, Tolerances
+from trueshard.verification.locating import distances, located_on, watch
+from trueshard.verification.modules import Measure
 from trueshard.verification.subjects import TrainingSetup
 
 
@@ -94,10 +94,9 @@ class StepVerifier(Callback):
         else:
             both = values.keys() & again.keys()  # a rounding error may send an expert no token
             noise = {("gradients", 1, name): compare.distance(again[name], values[name])[1] for name in both}
-            found = self._distances(batch, values, self._tolerances(noise))
-            largest = max((apart for apart, *_ in found.values()), default=0.0)
-            wrong = not all(apart <= allowed for apart, allowed, _ in found.values())
-            largest, wrong = on_first_rank(lambda: (largest, wrong))
+            compared = self._distances(batch, values, self._tolerances(noise))
+            sizes = max((one.relative for one in compared), default=0.0), not all(one.held for one in compared)
+            largest, wrong = on_first_rank(lambda: sizes)
             record = {"verified": not wrong, "verify_difference": largest}
             told = self._first(plain, batch, values) if wrong and not self._told else ""
         if told and not self._told:
@@ -111,15 +110,15 @@ class StepVerifier(Callback):
         compiles, store = self._runtime.plan.compile, TensorStore(self._folder)
         # Hooks of modules are not called in compiled code.
         with torch.compiler.set_stance("force_eager" if compiles else "default"):
-            self._computed(plain, batch, Writer(store, 1))
+            self._computed(plain, batch, lambda at, tensor: store.write(at.side, 1, at.key, tensor))
             noise = Measure(store, 1)
             self._computed(plain, batch, noise, is_shaken=True)
-            tolerances, measure = on_first_rank(lambda: self._tolerances(noise.noise)), Measure(store, 1)
+            tolerances = on_first_rank(lambda: self._tolerances(noise.noise))
+            measure = Measure(store, 1, tolerances)
             sink = None if "context" in self._runtime.axes.along else measure  # its modules return parts
-            found = self._distances(batch, expected, tolerances, sink)
-        found.pop("", None)
+            compared = self._distances(batch, expected, tolerances, sink)
         source = f": {FACTOR:g} times what rounding errors change of it"
-        result = located_on(measure, tolerances, False, found, self._trainer.step + 1, source)
+        result = located_on(measure, [one for one in compared if one.name], self._trainer.step + 1, source)
         shutil.rmtree(self._folder, ignore_errors=True)
         others = "and nothing does without compiling" if compiles else "and no module does, when run again"
         return str(result or f"the loss or a gradient differs, {others}")
@@ -128,7 +127,7 @@ class StepVerifier(Callback):
         computed = {self._runtime.compute_dtype or p.dtype for p in self._trainer.model.parameters() if p.requires_grad}
         return Tolerances(noise, max(FLOORS.get(dtype, FLOORS[torch.float32]) for dtype in computed), {})
 
-    def _distances(self, batch: Any, expected: Named, tolerances: Tolerances, sink: Any = None) -> Distances:
+    def _distances(self, batch: Any, expected: Named, tolerances: Tolerances, sink: Any = None) -> list[Comparison]:
         """Compute sharded; return how far loss ("") and gradients are from those ``expected`` here. Collective."""
         with undisturbed(self._trainer.model):
             values = self._results(self._trainer.model, batch, sink)

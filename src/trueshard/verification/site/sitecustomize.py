@@ -1,7 +1,11 @@
-"""Python imports this at its start where this folder is in PYTHONPATH: begin a recording once torch is imported."""
+"""Python imports this at its start where this folder is in PYTHONPATH: begin a recording once torch is imported.
+
+The environment of the program needs no TrueShard: this one is taken where it has none of its own.
+"""
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -15,6 +19,10 @@ class _Torch:
 
         def execute_and_begin(module: Any) -> None:
             execute(module)
+            if importlib.util.find_spec("trueshard") is None:
+                sys.path.append(str(Path(__file__).parents[3]))
+                importlib.import_module("trueshard")
+                sys.path.pop()  # no other package from there
             importlib.import_module("trueshard.verification.recording").begin()
 
         spec.loader.exec_module = execute_and_begin
