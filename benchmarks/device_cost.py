@@ -42,13 +42,21 @@ def run(tell: Tell, quick: bool = False) -> Table:
             "model; saving copies shard after shard to the host. The trainer takes two microbatches, and reads loss "
             "and norm; so does the loop by hand. Of a generation, what one more token costs. `Muon, exact` and "
             "`Adafactor` wait once more than by hand: their owners keep whole values, and what travels in a step "
-            "follows from whether a rank wrote to its shard, which its bits alone show; gradients are on their way "
-            "meanwhile. An error in a cell is torch's own."
+            "follows from whether a rank wrote to its shard. Its bits alone show that: torch counts no writes through "
+            "`parameter.data`, or by kernels of others. To be without it, values would travel in every step (half as "
+            "much again), or such a write would count from the next step on, when the owner has stepped from other "
+            "values and nothing can undo it. The gradients of the first batch are on their way meanwhile. An error in "
+            "a cell is torch's own."
         ),
         columns=("step", "waits", "operations", "waits by hand", "operations by hand"),
         rows=tuple(rows),
         numbers=[{"step": label, "ours": ours, "by hand": hand} for label, (ours, hand) in counts.items()],
     )
+
+
+def in_place(table: Table) -> str:
+    """Return the part of docs/benchmarks.md that lies between the marks of this benchmark: counts, of any machine."""
+    return table.markdown().partition("\n\n")[2]
 
 
 def counted(labels: Sequence[str]) -> dict[str, list[dict[str, Any] | None]]:

@@ -238,6 +238,35 @@ def checkpoint(device: str, small: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def snapshot(device: str, small: bool) -> None:
+    """Seconds for which training stands still while a step is kept in memory, of the steps after it, and of a load."""
+    import trueshard
+
+    training = Training(shape_of("1B", small), device)
+    words = {"model": training.model, "optimizer": training.optimizers[0]}
+    training.seconds(WARM_UP)
+    result: dict[str, Any] = {"steps before, s": training.seconds()}
+    snapshots = trueshard.Snapshots("benchmarks-gpu")
+
+    def timed(function: Callable[[], Any]) -> float:
+        settle(device)
+        began = time.perf_counter()
+        function()
+        settle(device)
+        return time.perf_counter() - began
+
+    try:
+        for number in range(1, 4):  # the first makes its room in memory, and the second of its two slots
+            result[f"stall {number}, s"] = timed(lambda number=number: snapshots.save(number, **words))
+            result[f"steps after {number}, s"] = training.seconds()
+            leave(result)
+        snapshots.wait()
+        result["load, s"] = timed(lambda: snapshots.load(**words))
+        leave(result)
+    finally:
+        snapshots.close()
+
+
 def weights(device: str, small: bool) -> None:
     """Seconds and bytes a second of handing all whole weights on, unit by unit, as to an engine that generates."""
     import trueshard
@@ -287,7 +316,7 @@ def determinism(device: str, small: bool) -> None:
 
 
 MEASURES: Mapping[str, Callable[..., None]] = {
-    function.__name__: function for function in (speed, cost, optimizers, checkpoint, weights, determinism)
+    function.__name__: function for function in (speed, cost, optimizers, checkpoint, snapshot, weights, determinism)
 }
 
 

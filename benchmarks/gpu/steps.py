@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -164,6 +165,47 @@ def verified(session: Session, step: Step) -> Outcome:
     return result
 
 
+_WRONG = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+class Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.01 if isinstance(model, FSDPModule) else 1)
+
+def broken():
+    global model
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), Wrong(64, 64), nn.Linear(64, 64))
+    loss = lambda model, batch: nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randint(0, 64, (8, 16)), loss
+"""
+"""A model whose third module computes otherwise once it is sharded."""
+
+
+def localised(session: Session, step: Step) -> Outcome:
+    """Verify a model with a wrong module, which must be named; ``data``: what is said of it."""
+    file = session.out / "wrong.py"
+    file.write_text(_WRONG)
+    processes = "2" if session.device == "cpu" or len(session.machine["gpus"]) > 1 else "1"
+    outcome, log = session.run(
+        step.name, _trueshard("verify", f"{file}:broken", "--nproc", processes, "--json"), step.limit
+    )
+    text = log.read_text()
+    with contextlib.suppress(ValueError):
+        outcome.data = json.loads(text[text.index("{") : text.rindex("}") + 1])["first"]
+        named = (outcome.data or {}).get("module")
+        outcome.failed = "" if named == "2" else f"it names module {named!r}, and '2' is wrong"
+    return outcome
+
+
+def lost(session: Session, step: Step) -> Outcome:
+    """Kill a rank of a run that keeps its steps in memory, three times in each way; ``data``: what that took."""
+    outcome, log = session.run(step.name, [sys.executable, "tests/lost_seconds.py"], step.limit)
+    outcome.data = {"printed": [line for line in log.read_text().splitlines() if line.strip()][-20:]}
+    return outcome
+
+
 def calibration(session: Session, step: Step) -> Outcome:
     """Measure the device; ``data``: the hardware file."""
     file = session.out / "here.toml"
@@ -258,6 +300,8 @@ STEPS: Sequence[Step] = (
     Step("determinism", 240, measured("measures", "determinism")),
     Step("optimizers", 240, measured("measures", "optimizers")),
     Step("checkpoint", 240, measured("measures", "checkpoint")),
+    Step("localised", 240, localised),
+    Step("snapshot", 180, measured("measures", "snapshot")),
     Step("bandwidth", 120, measured("several", "bandwidth"), gpus=2),
     Step("axes", 420, measured("several", "axes"), gpus=2),
     Step("calibration", 180, calibration),
@@ -267,6 +311,7 @@ STEPS: Sequence[Step] = (
     Step("out of memory", 240, memory),
     Step("killed rank", 180, measured("several", "killed"), gpus=2),
     Step("hung rank", 300, measured("several", "hung"), gpus=2),
+    Step("lost process", 300, lost, gpus=2),
     Step("speed 8B", 420, measured("measures", "speed", "8B")),
     Step("releases", 360, releases),
 )

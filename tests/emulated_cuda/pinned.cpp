@@ -81,7 +81,12 @@ static std::list<Copy>::iterator finish(std::list<Copy>::iterator at) {
 static void on_fault(int signal, siginfo_t* information, void*) {
   const auto address = reinterpret_cast<uintptr_t>(information->si_addr);
   Locked locked;
-  if (information->si_code <= 0) return;  // sent by faulthandler, which has seen ours: the access itself comes again
+  if (information->si_code == SI_TKILL) return;  // by faulthandler, which has seen ours: the access itself comes again
+  if (information->si_code <= 0) {  // sent by somebody, who means it
+    ::signal(signal, SIG_DFL);
+    kill(getpid(), signal);
+    return;
+  }
   if (!contains(address)) {
     sigaction(signal, &previous, nullptr);
     return;
