@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,11 +37,17 @@ class Offer:
     request: Request
     """The model by that method, on that many of that device."""
     search: Evaluator
+    run: Run
     expected: Expected
     """Speed and memory of the best plan, or of the most frugal one where none fits."""
-    bill: Bill
     predicted: Expected | None = None
     """Expectation before it was studied; None if it was not."""
+
+    @functools.cached_property
+    def bill(self) -> Bill:
+        """Costs of the run."""
+        space = self.search.space
+        return self.run.bill(1 / self.expected.cost, space.ranks, space.workload.sequence, space.hardware)
 
     @property
     def name(self) -> str:
@@ -64,7 +71,7 @@ class Offer:
 
 def compare(
     requests: Mapping[str, Request],
-    offers: Sequence[tuple[str, int]],
+    devices: Sequence[tuple[str, int]],
     run: Run,
     progress: Progress,
     hours: float = math.inf,
@@ -76,42 +83,46 @@ def compare(
 
     Args:
         requests: by the name of their method; they differ in the model.
-        offers: (device, number of them).
+        devices: (device, number of them) of each offer.
         run: its length and prices.
         progress: gets a line for each step of the work; ``workers``: as of ``solve``.
         hours: time in which the run must end.
     """
     searches: list[tuple[str, Request, Evaluator]] = []
     refused: list[str] = []
-
-    def offer(method: str, request: Request, search: Evaluator, expected: Expected) -> Offer:
-        space = search.space
-        bill = run.bill(1 / expected.cost, space.ranks, space.workload.sequence, space.hardware)
-        return Offer(method, request, search, expected, bill)
-
     with contextlib.ExitStack() as stack:
         for method, request in requests.items():
             progress(f"Building the model ({method}) on fake tensors")
             request = replace(request, offload=request.offload or "none")
-            several = [replace(request, hardware=device, ranks=ranks) for device, ranks in offers]
+            several = [replace(request, hardware=device, ranks=ranks) for device, ranks in devices]
             shared = stack.enter_context(shared_simulations(several[0], workers))
-            first: Evaluator | None = None
-            for each in several:
+            for one in several:
                 try:
-                    search = Evaluator(space_of(each, shared)[0], simulations=shared)
+                    search = Evaluator(space_of(one, shared)[0], simulations=shared)
                 except ValueError as error:
-                    refused.append(f"{method} on {each.ranks:,} × {each.hardware} is refused: {error}.")
+                    refused.append(f"{method} on {one.ranks:,} × {one.hardware} is refused: {error}.")
                     continue
-                first = first or search
-                search.start_probes(first)
-                searches.append((method, each, search))
+                search.start_probes()
+                searches.append((method, one, search))
+            _ = shared.check  # beside the predictions
         progress(f"Predicting {len(searches)} offers")
-        found = [offer(*each, _prediction(each[-1])) for each in searches]
-        while (best := next_study(found, hours)) is not None:
+        offers = [Offer(*search, run, _prediction(search[-1])) for search in searches]
+        while (best := next_study(offers, hours)) is not None:
             progress(f"Studying {best.method} on {best.name}")
-            studied = offer(best.method, best.request, best.search, _study(best, workers))
-            found[found.index(best)] = replace(studied, predicted=best.expected)
-    return ordered(found, hours), refused
+            exact = _study(best, workers)
+            offers = [_told_by(offer, best, exact) for offer in offers]
+    return ordered(offers, hours), refused
+
+
+def _told_by(offer: Offer, studied: Offer, exact: Expected) -> Offer:
+    """Return an offer after a study: predictions of a method on a device are wrong by nearly the same factor."""
+    if offer is studied:
+        return replace(offer, expected=exact, predicted=offer.expected)
+    is_like = (offer.method, offer.request.hardware) == (studied.method, studied.request.hardware)
+    if offer.predicted or not (is_like and exact.may_fit):
+        return offer
+    cost = offer.expected.cost * exact.cost / studied.expected.cost
+    return replace(offer, expected=replace(offer.expected, cost=cost))
 
 
 def ordered(offers: Iterable[Offer], hours: float) -> list[Offer]:

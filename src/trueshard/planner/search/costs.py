@@ -96,6 +96,8 @@ def _between(one: UnitCost, two: UnitCost, share: float) -> UnitCost:
 
 def summed(costs: Sequence[UnitCost]) -> UnitCost:
     """Return the cost of several units that are one: peaks are the largest, the rest adds up."""
+    if len(costs) == 1:
+        return costs[0]
     columns = {name: [getattr(cost, name) for cost in costs] for name in _NAMES}
     return UnitCost(*(max(v, default=0.0) if name.endswith("_peak") else sum(v) for name, v in columns.items()))
 

@@ -351,7 +351,8 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
                 recorder.mark([tensor], "optimizer", name)
             trace = _as_planned(Trace(recorder.take(), resident), job, plan, recorder.members)
             trace.largest_imbalance = recorder.values.largest_imbalance
-            trace.snapshot_bytes = _snapshot_bytes(model, optimizers)
+            if number == 1:  # the steady step: its snapshot alone is read
+                trace.snapshot_bytes = _snapshot_bytes(model, optimizers)
             ledger.mark_activations(trace)
             traces.append(trace)
     return traces
