@@ -6,15 +6,15 @@ Then all tokens go to the experts of one rank, or, where a token has more expert
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from trueshard.planner.choose_plan import Progress, space_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.space import Setting
 from trueshard.planner.workload import Study
-from trueshard.plans import Forecast
 from trueshard.text import size
+
+STEPS = (1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 NEAR = 1.1
 """Ratio of an imbalance that does not fit to one that does at which the latter is near enough to the largest."""
@@ -25,7 +25,7 @@ def with_imbalances(
 ) -> Study:
     """Return a study of ``request`` with its plan's forecasts by imbalance, where ranks share experts (no pipeline's).
 
-    ``whole``: at 1, 1.5, 2, 4 and so on; else at the largest one, and where that does not fit, at those between.
+    ``whole``: at all ``STEPS``; else at the ends, and where the largest does not fit, at those between.
     ``workers``: as of ``choose_plan.solve``.
     """
     plan, forecast, largest = study.plan, study.forecast, study.trace.largest_imbalance
@@ -36,32 +36,22 @@ def with_imbalances(
     space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, storage_dtype=dtype))
     setting = Setting(space.replicate or 1, forecast.microbatch, forecast.accumulation, space.offloads[0])
     points = {space.imbalance: forecast}
-    wanted = [1.0, *(factor for factor in (1.5, 2.0, 4.0, 8.0, 16.0, 32.0) if whole and factor < largest), largest]
+    wanted = [*(step for step in STEPS if step < largest and (whole or step == 1)), largest]
+    fits = fails = 0.0
     with Simulations(space.workload, workers).running() as simulations:
-        while wanted or (wanted := _between(points)):
+        while wanted:
             if (imbalance := wanted.pop(0)) not in points:
                 progress(f"Imbalance {imbalance:g} of experts")
                 changed = dataclasses.replace(space, imbalance=imbalance)
                 points[imbalance] = changed.study(plan, setting, space.budget, simulations.simulator).forecast
-    every = tuple(sorted(points.items()))
-    return dataclasses.replace(study, imbalances=every, reasons=(*study.reasons, _sentence(points, largest)))
-
-
-def _edge(points: Mapping[float, Forecast]) -> tuple[float, float]:
-    """Return the largest imbalance below all that do not fit, and the smallest that does not; 0 where there is none."""
-    fails = min((each for each, forecast in points.items() if not forecast.fits), default=0.0)
-    return max((each for each in points if not fails or each < fails), default=0.0), fails
-
-
-def _between(points: Mapping[float, Forecast]) -> list[float]:
-    """Return the mean of an imbalance that fits and one that does not, unless they are near each other."""
-    fits, fails = _edge(points)
-    return [round((fits + fails) / 2, 2)] if fits and fails > NEAR * fits else []
-
-
-def _sentence(points: Mapping[float, Forecast], largest: float) -> str:
-    """Return which imbalance still fits, in words."""
-    (fits, fails), most = _edge(points), size(points[largest].peak_reserved_bytes)
-    told = f"With the most tokens that can go to its experts, {largest:g} times the mean, the plan reserves {most} and "
+            fails = min((at for at, point in points.items() if not point.fits), default=0.0)
+            fits = max((at for at in points if not fails or at < fails), default=0.0)
+            if not wanted and fits and fails > NEAR * fits:
+                wanted = [round((fits + fails) / 2, 2)]
     edge = f"it does up to an imbalance of {fits:g}, and at {fails:g} no more" if fits else "it does at no imbalance"
-    return f"{told}{f'does not fit; {edge}' if fails else 'fits'}."
+    reason = (
+        f"With the most tokens that can go to its experts, {largest:g} times the mean, the plan reserves "
+        f"{size(points[largest].peak_reserved_bytes)} and {f'does not fit; {edge}' if fails else 'fits'}."
+    )
+    every = tuple(sorted(points.items()))
+    return dataclasses.replace(study, imbalances=every, reasons=(*study.reasons, reason))

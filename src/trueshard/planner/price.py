@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trueshard.errors import one_line
 from trueshard.planner.hardware import Hardware
@@ -56,20 +57,23 @@ class Run:
 
     def price(self, device: str) -> float | None:
         """Return the money for an hour of a device; None if nothing is said; raise ValueError for what is no price."""
-        if (given := self.prices) is None:
+        if self.prices is None:
             return None
         try:
-            if given.endswith(".toml"):
-                table = tomllib.loads(Path(given).read_text(encoding="utf-8"))
-                if device not in table:
-                    raise ValueError(f"no price of {device} is in it: add `{device} = 2.49`.{nearest(device, table)}")
-                given = str(table[device])
-            if 0 < (price := float(given)) < math.inf:
+            if (table := self._table) and device not in table:
+                raise ValueError(f"no price of {device} is in it: add `{device} = 2.49`.{nearest(device, table)}")
+            if 0 < (price := float(str(table[device]) if table else self.prices)) < math.inf:
                 return price
             raise ValueError("it must be more than 0")
         except (OSError, ValueError) as error:
             words = "write money for an hour of a device, 2.49, or name a TOML file of prices by device"
             raise ValueError(f"price={self.prices}: {one_line(error)}; {words}") from None
+
+    @functools.cached_property
+    def _table(self) -> dict[str, Any]:
+        """Prices by device, of the file; empty if one price is for all."""
+        is_file = self.prices is not None and self.prices.endswith(".toml")
+        return tomllib.loads(Path(str(self.prices)).read_text(encoding="utf-8")) if is_file else {}
 
     def bill(self, rate: float, ranks: int, sequence: int, device: Hardware, amount: float = USUAL) -> Bill:
         """Return the costs on devices that do ``rate`` tokens a second each; ``amount``: where no length is given."""

@@ -7,7 +7,7 @@ const costOf = (offer) => (withMoney ? offer.bill.money : offer.bill.device_hour
 
 function line(tag, words, isBest) {
   return element("tr", isBest ? { style: "font-weight:600" } : {}, ...words.map((word, i) =>
-    element(tag, { class: i > 2 && i < words.length - 1 ? "number" : "wide" }, word)));
+    element(tag, { class: i > 2 && i < words.length - 1 ? "number" : "" }, word)));
 }
 
 document.querySelector("main").hidden = false;
