@@ -73,8 +73,8 @@ def show(params: Mapping[str, Any], request: Request, html: Path | None, status:
     hours = math.inf if params["hours"] is None else params["hours"]
     with status:
         requests = by_method(request, params["lora"], params["method"])
-        found, refused = compare(requests, pairs, run, status.update, hours)
-    data = report.as_json(f"{params['model']}: {len(found)} offers", found, refused, hours)
+        offers, refused = compare(requests, pairs, run, status.update, hours)
+    data = report.as_json(f"{params['model']}: {len(offers)} offers", offers, refused, hours)
     if html is not None:
         replace_text(html, report.page(data))
     print(json.dumps(data, indent=2) if params["as_json"] else report.text(data))

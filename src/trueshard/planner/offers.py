@@ -39,7 +39,7 @@ class Offer:
     search: Evaluator
     run: Run
     expected: Expected
-    """Speed and memory of the best plan, or of the most frugal one where none fits."""
+    """Of the best plan, or of the most frugal one where none fits."""
     predicted: Expected | None = None
     """Expectation before it was studied; None if it was not."""
 
@@ -80,13 +80,7 @@ def compare(
     """Return what every offer does by every method, as ``ordered``, and for those that are refused a sentence each.
 
     The first, if it fits and ends within ``hours``, was studied. Nothing is offloaded unless a request says so.
-
-    Args:
-        requests: by the name of their method; they differ in the model.
-        devices: (device, number of them) of each offer.
-        run: its length and prices.
-        progress: gets a line for each step of the work; ``workers``: as of ``solve``.
-        hours: time in which the run must end.
+    ``requests``: by method; ``devices``: (device, number of them); ``progress``, ``workers``: as of ``solve``.
     """
     searches: list[tuple[str, Request, Evaluator]] = []
     refused: list[str] = []
@@ -119,10 +113,8 @@ def _told_by(offer: Offer, studied: Offer, exact: Expected) -> Offer:
     if offer is studied:
         return replace(offer, expected=exact, predicted=offer.expected)
     is_like = (offer.method, offer.request.hardware) == (studied.method, studied.request.hardware)
-    if offer.predicted or not (is_like and exact.may_fit):
-        return offer
-    cost = offer.expected.cost * exact.cost / studied.expected.cost
-    return replace(offer, expected=replace(offer.expected, cost=cost))
+    factor = exact.cost / studied.expected.cost if is_like and exact.may_fit and not offer.predicted else 1.0
+    return replace(offer, expected=replace(offer.expected, cost=offer.expected.cost * factor))
 
 
 def ordered(offers: Iterable[Offer], hours: float) -> list[Offer]:
@@ -136,7 +128,6 @@ def _prediction(search: Evaluator) -> Expected:
 
 
 def _study(offer: Offer, workers: int | None) -> Expected:
-    """Return what the plan does that ``solve`` finds."""
     shared = offer.search.simulations
     try:
         study = checked(shared, lambda: solve(offer.request, workers=workers, shared=shared, faster_than=0.0))

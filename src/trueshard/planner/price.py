@@ -36,9 +36,8 @@ class Bill:
     def figures(self) -> dict[str, str]:
         """Return the figures in words, by name; "" for one that is not known."""
         values = {"hours": self.hours, "GPU hours": self.device_hours, "money": self.money, "kWh": self.kilowatt_hours}
-        return {
-            name: "" if value is None else f"{value:,.{1 if value > 9.9 else 3}f}" for name, value in values.items()
-        }
+        words = {name: f"{value:,.{1 if value > 9.9 else 3}f}" for name, value in values.items() if value is not None}
+        return dict.fromkeys(values, "") | words
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def _notes(offers: Sequence[Offer], hours: float) -> list[str]:
     notes = [f"Nothing fits{within}."]
     if offers and (best := offers[0]).serves(hours):
         figures = ", ".join(f"{words} {name}" for name, words in best.bill.figures().items() if words)
-        run = f"a run of {best.bill.amount:,.0f} tokens"
-        notes = [f"The cheapest that fits{within}: {best.method} on {best.name}: {figures}, for {run}."]
+        figures += f", for a run of {best.bill.amount:,.0f} tokens"
+        notes = [f"The cheapest that fits{within}: {best.method} on {best.name}: {figures}."]
         notes += ["Without --price the cheapest is that of the fewest GPU hours."] if best.bill.money is None else []
     if pairs := [(offer.predicted, offer.expected) for offer in offers if offer.predicted]:
         speed = max((exact.cost / predicted.cost - 1 for predicted, exact in pairs), key=abs)

@@ -8,9 +8,9 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -46,10 +46,6 @@ MARGIN = 2 * LARGE_SEGMENT
 """Bytes by which a plan that is expected not to fit may fit after all."""
 
 
-Probes: TypeAlias = tuple[Mapping[tuple[int, Recompute], Task], Cluster]
-"""Probes by microbatch and way of recomputation, and the cluster that they ran on."""
-
-
 class Simulations:
     """Run a workload's simulations in ``workers`` processes, as many as ``Workers`` says, and ``check`` beside them.
 
@@ -60,8 +56,8 @@ class Simulations:
         self.simulator = Simulator(workload, self._run_all)
         functions: dict[str, Callable[..., Any]] = {"run": self._run, "probe": self._probe, "check": check}
         self._resolved: dict[str, Plan] = {}
-        self.probes: dict[str, Probes] = {}
-        """Probes by what tells their jobs apart, but ranks and devices."""
+        self.probes: dict[str, tuple[dict[tuple[int, Recompute], Task], Cluster]] = {}
+        """By job, see ``Evaluator.start_probes``: probes by microbatch and way of recomputation, and their cluster."""
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
     @contextlib.contextmanager
@@ -176,8 +172,7 @@ class Evaluator:
         self._simulated: set[tuple[tuple[Any, ...], int]] = set()
         """``_simulated_units`` of what was studied: others with the same share its simulations."""
         self._mode: Mode = "compile" if space.choices.compile else "eager"
-        self._probes: Mapping[tuple[int, Recompute], Task] = {}
-        """Empty until ``start_probes``."""
+        self._probes: dict[tuple[int, Recompute], Task] = {}  # until ``start_probes``
         self._probed: Cluster
         """Cluster of the probes; costs are measured on this space's devices."""
         self.replicas: list[int] = []
@@ -284,19 +279,15 @@ class Evaluator:
 
         A probe's trace depends on the ranks by its shards alone, which are scaled, and not on the device.
         """
-        space, probes = self.space, self.simulations.probes
+        space, cluster = self.space, self.space.cluster(self.replicas[0])
         key = repr((space.choices, space.batches(), space.workload.sequence, space.hardware.streams))
-        if key not in probes:
-            probes[key] = self._started_probes()
-        self._probes, cluster = probes[key]
-        self._probed = dataclasses.replace(cluster, hardware=space.hardware)
-
-    def _started_probes(self) -> Probes:
-        probes: dict[tuple[int, Recompute], Task] = {}
+        self._probes, probed = self.simulations.probes.setdefault(key, ({}, cluster))
+        self._probed = dataclasses.replace(probed, hardware=space.hardware)
+        if self._probes:
+            return
         sizes = sorted({microbatch for microbatch, _ in self.space.batches()})
         setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
         used = {again for candidate in self.candidates(setting, False) for _, again, _ in candidate.values}
-        cluster = self.space.cluster(self.replicas[0])
         base = list(self.bases(self.replicas[0]).values())[-1]
         for recompute in (word for word in RECOMPUTE if word in used):
             again = self.space.settled(activation_checkpointing=recompute).activation_checkpointing
@@ -307,8 +298,7 @@ class Evaluator:
             runs = find_runs(self.simulations.simulator.model, plan)
             for size in dict.fromkeys((sizes[0], sizes[-1])):
                 job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
-                probes[size, recompute] = self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)))
-        return probes, cluster
+                self._probes[size, recompute] = self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)))
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
