@@ -39,7 +39,7 @@ class Offer:
     search: Evaluator
     run: Run
     expected: Expected
-    """Of the best plan, or of the most frugal one where none fits."""
+    """Speed and memory of the best plan, or of the most frugal one where none fits."""
     predicted: Expected | None = None
     """Expectation before it was studied; None if it was not."""
 

@@ -57,7 +57,7 @@ class Simulations:
         functions: dict[str, Callable[..., Any]] = {"run": self._run, "probe": self._probe, "check": check}
         self._resolved: dict[str, Plan] = {}
         self.probes: dict[str, tuple[dict[tuple[int, Recompute], Task], Cluster]] = {}
-        """By job, see ``Evaluator.start_probes``: probes by microbatch and way of recomputation, and their cluster."""
+        """Probes of a job by microbatch and way of recomputation, and their cluster; by ``Evaluator.start_probes``."""
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
     @contextlib.contextmanager
