@@ -17,11 +17,16 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 from trueshard.launching import wait_to_begin
 imported, folder, way = os.getpid(), Path(sys.argv[1]), sys.argv[2]
-if way == "a thread":
-    if "TRUESHARD_SPARE" in os.environ:
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+if way.startswith("CUDA"):
+    import torch
 if "TRUESHARD_SPARE" in os.environ:
+    if way == "a thread":
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    if way == "CUDA is used":
+        torch.zeros(1, device="cuda")
     wait_to_begin()
+if way.startswith("CUDA"):
+    assert torch.ones(2, device="cuda").sum().item() == 2
 rank = os.environ["RANK"]
 told = {"parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(), "forked": imported != os.getpid()}
 (folder / f"{os.environ['TURN']}-{rank}").write_text(json.dumps(told | {"ranks": os.environ["WORLD_SIZE"]}))
@@ -31,7 +36,11 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("way", ["nothing", "a thread"])
+ON_CUDA = pytest.mark.skipif(os.environ.get("TRUESHARD_TEST_DEVICE") != "cuda", reason="needs a CUDA device")
+ON_CUDA_TOO = [pytest.param(f"CUDA is {what}", marks=ON_CUDA) for what in ("left alone", "used")]
+
+
+@pytest.mark.parametrize("way", ["nothing", "a thread", *ON_CUDA_TOO])
 def test_ranks_of_every_start_are_forks_of_one_spare_and_children_of_the_launcher(way: str, tmp_path: Path) -> None:
     command = python_command(RANK, str(tmp_path), way)
     spare = Spare(command, 2)
@@ -42,7 +51,7 @@ def test_ranks_of_every_start_are_forks_of_one_spare_and_children_of_the_launche
             ranks = [json.loads((tmp_path / f"{turn}-{rank}").read_text()) for rank in range(2)]
             assert [each["parent"] for each in ranks] == [os.getpid()] * 2
             assert [each["session"] for each in ranks] == [each["pid"] for each in ranks]
-            assert [each["forked"] for each in ranks] == [way == "nothing"] * 2
+            assert [each["forked"] for each in ranks] == [way in ("nothing", "CUDA is left alone")] * 2
             assert not any(psutil.pid_exists(each["pid"]) for each in ranks)
     finally:
         spare.close()

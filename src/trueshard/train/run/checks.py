@@ -60,10 +60,10 @@ class Ready:
     """Optimizer steps of the whole run."""
     changes: list[resuming.SettingChange]
     """Settings that differ from the run's last start."""
-    goes_on: bool
-    """True if there is a step to load; to workers, if they are started again after a loss, on all of them."""
     memory_planned: int | None = None
     """Forecast peak memory of a rank, in bytes; None: there is no forecast."""
+    goes_on: bool = False
+    """True if ranks are started again after a loss, with a step to load. Workers set it, equal on all of them."""
 
     @property
     def folder(self) -> Path:
@@ -98,7 +98,7 @@ def check(config: Config, ranks: int, make: bool = True, override: bool = False)
                 shutil.rmtree(data.folder, ignore_errors=True)
             raise
     steps = config.train.steps or steps_of_epochs(config, len(data))
-    return Ready(config, settings, data, newest[0], steps, changes, begun)
+    return Ready(config, settings, data, newest[0], steps, changes)
 
 
 def _check_parts(config: Config, data: Prepared) -> None:

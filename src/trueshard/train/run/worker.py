@@ -36,7 +36,7 @@ from trueshard.train.config import Config
 from trueshard.train.losses import summed
 from trueshard.train.models.build import build
 from trueshard.train.run import out_of_memory, resuming
-from trueshard.train.run.checks import Ready, check, held, tell_changes, tell_if_complete
+from trueshard.train.run.checks import Ready, check, held, newest_steps, tell_changes, tell_if_complete
 from trueshard.train.run.incidents import LOST, Incident
 from trueshard.train.run.session import train
 from trueshard.train.run.world import World, join
@@ -230,7 +230,7 @@ def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) 
             locks.enter_context(held(worker.config.run.folder))
             ready = _check_first(worker, world)
             # Each torchrun counts its own restarts: rank 0 says for all whether this is one.
-            message[1:] = ready.config, ready.goes_on and worker.incident is not None
+            message[1:] = ready.config, worker.incident is not None and any(newest_steps(ready.config))
         except UserError as error:
             message[0] = str(error)
     dist.broadcast_object_list(message, src=0, group=patient)
