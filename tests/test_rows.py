@@ -81,6 +81,7 @@ TRUTHS: dict[str, Callable[[Any], Any]] = {
     "argmax": lambda a: a.argmax(),
     "close": lambda a: torch.allclose(a, a.clone()),
     "not close": lambda a: torch.allclose(a, a + 1),
+    "close numbers": lambda a: torch.allclose(a.max(), a.max()),
 }
 
 

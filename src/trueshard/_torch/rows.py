@@ -21,7 +21,7 @@ from trueshard._torch.tensors import dtensor_from, local, map_only, storage_iden
 _aten = torch.ops.aten
 
 _LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
-_DISTANCES = [*_LOSSES, *(f"{name}_backward" for name in _LOSSES), "binary_cross_entropy_with_logits", "allclose"]
+_DISTANCES = [*_LOSSES, *(f"{name}_backward" for name in _LOSSES), "binary_cross_entropy_with_logits"]
 _EXTREMES = ["max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "linalg_vector_norm"]
 _ADDED = ("sum", "avg")
 _SUMS = ["sum", "mean", "mm", "mv", "dot", "bmm", "addmm", "addmv", "cumsum", "var", "std", "nansum"]
@@ -71,6 +71,7 @@ def reduce_over_the_whole(ours: Ours, agree: Callable[[DTensor], Any]) -> Undo:
         handle(_overloads(["any", "all", "amax", "amin", "linalg_vector_norm"]), joined, is_sharded, missing=False),
         handle(_overloads(_EXTREMES), _on_whole_tensors, is_absent, missing=False),
         handle(_overloads(_DISTANCES), _on_whole_tensors, is_sharded, missing=False),
+        handle([_aten.allclose.default], _on_whole_tensors, ours, missing=False),  # DTensor has it of no kind
     )
 
 
