@@ -32,9 +32,10 @@ from benchmarks.silent.frame import STEPS, record
 from benchmarks.silent.trial import Compared
 from benchmarks.table import Table, Tell
 
-PLANLESS = ("gpt2", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "falcon", "stablelm", "persimmon")
-PLANLESS += ("lora_plain_module",)
-"""Models that bring no plan of how ranks share their matrices."""
+ATTENTION = ("gpt_neo", "gptj", "codegen", "bloom", "falcon")
+"""Models with an attention of their own, by which ranks cannot share sequences."""
+PLAN = (*ATTENTION, "gpt2", "gpt_bigcode", "opt", "stablelm", "persimmon", "lora_plain_module", "lora_of_experts")
+"""Models without a plan of how ranks share all that is trained."""
 SAMPLES = 12
 """Of a step: they divide by 2, 3 and 4 ranks, and then by 3 or 1."""
 ARITHMETIC = "mixed_precision", "exact"
@@ -73,8 +74,8 @@ WAYS = {
     "shard(activation_checkpointing='full')": Way(options={"activation_checkpointing": "full"}),
     "shard(compile=True)": Way(options={"compile": True}),
     "shard(offload='cpu')": Way(options={"offload": "cpu"}),
-    "shard(tensor=2)": Way(options={"tensor": 2}, kinds=("decoder", "peft"), without=PLANLESS),
-    "shard(context=2)": Way(options={"context": 2}, kinds=("decoder",)),
+    "shard(tensor=2)": Way(options={"tensor": 2}, kinds=("decoder", "peft"), without=PLAN),
+    "shard(context=2)": Way(options={"context": 2}, kinds=("decoder",), without=ATTENTION),
     "shard(experts=2)": Way(options={"experts": 2}, kinds=("experts",)),
 }
 
@@ -92,9 +93,8 @@ def catalogue() -> dict[str, Any]:
 def pairs() -> Iterator[tuple[str, str]]:
     """Yield models and ways."""
     for turn, (way, one) in enumerate(WAYS.items()):
-        fitting = [name for name, case in catalogue().items() if case.kind in one.kinds and name not in one.without]
-        for name in fitting[turn % 3 :: 3]:
-            yield name, way
+        fitting = [name for name, case in catalogue().items() if case.kind in one.kinds][turn % 3 :: 3]
+        yield from ((name, way) for name in fitting if name not in one.without)
     turns = [way for way, one in WAYS.items() if not one.kinds]
     for number, (name, case) in enumerate(catalogue().items()):
         way = turns[number % len(turns)]

@@ -223,7 +223,7 @@ class _Recording(Recorder):
         """Keep gradients as they are before clipping; where rounding is measured, a rounding error away."""
         if os.environ.get(SHAKEN) and not self._stepped:
             dtypes = [dtype for dtype in compare.FLOORS if str(dtype).removeprefix("torch.") in self._notes["dtypes"]]
-            lowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+            lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
             errors = compare.SHAKE if lowest.itemsize > 2 else 1.0  # of ranks' sums: more would hide what is wrong
             for held in held_tensors(self._model, "parameters"):
                 if held.tensor.grad is not None:
