@@ -38,6 +38,7 @@ IMPORTS = (
     "trueshard.sharding.engine",
     "trueshard.checkpoint.loading",
     "trueshard.checkpoint.saving",
+    "trueshard.verification",
 )
 """What the ways import when they are first used: imports are nobody's step."""
 
