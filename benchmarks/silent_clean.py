@@ -194,13 +194,15 @@ def _table(rows: list[dict[str, str]]) -> Table:
         wrong = "; ".join(f"{row['model']}: {row['words']}" for row in mine if row["cell"] != "no alarm")
         cells.append((way, str(one.ranks), str(len(mine)), ", ".join(row["model"] for row in mine), wrong or "none"))
     alarms = sum(row["cell"] == "alarm" for row in rows)
+    planned = len(list(pairs()))
+    some = "" if len(rows) == planned else f" of {planned}"
     ended = sum(row["cell"] not in ("alarm", "no alarm") for row in rows)
     return Table(
         name="silent_clean",
         title="Clean runs, and what is said of them",
         note=(
             f"{len({row['model'] for row in rows})} models of the tests' catalogue, {STEPS - 1} steps of AdamW on gloo "
-            f"processes, held against one process by `verify_runs`: {len(rows)} runs, {alarms} false alarms, {ended} "
+            f"processes, held against one process by `verify_runs`: {len(rows)} runs{some}, {alarms} false alarms, {ended} "
             "that did not end as they should. In bf16 and with exact sums the one process computes so, too. Mixtures "
             "are not trained in bf16: which expert a token goes to may fall either way by rounding, and that is said."
         ),
