@@ -202,9 +202,10 @@ def _table(rows: list[dict[str, str]]) -> Table:
         title="Clean runs, and what is said of them",
         note=(
             f"{len({row['model'] for row in rows})} models of the tests' catalogue, {STEPS - 1} steps of AdamW on gloo "
-            f"processes, held against one process by `verify_runs`: {len(rows)} runs{some}, {alarms} false alarms, {ended} "
-            "that did not end as they should. In bf16 and with exact sums the one process computes so, too. Mixtures "
-            "are not trained in bf16: which expert a token goes to may fall either way by rounding, and that is said."
+            f"processes, held against one process by `verify_runs`: {len(rows)} runs{some}, {alarms} false alarms, "
+            f"{ended} that did not end as they should. In bf16 and with exact sums the one process computes so, too. "
+            "Mixtures are not trained in bf16: which expert a token goes to may fall either way by rounding, and that is "
+            "said."
         ),
         columns=("trained by", "ranks", "runs", "models", "alarms"),
         rows=tuple(cells),
