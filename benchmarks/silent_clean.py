@@ -204,8 +204,7 @@ def _table(rows: list[dict[str, str]]) -> Table:
             f"{len({row['model'] for row in rows})} models of the tests' catalogue, {STEPS - 1} steps of AdamW on gloo "
             f"processes, held against one process by `verify_runs`: {len(rows)} runs{some}, {alarms} false alarms, "
             f"{ended} that did not end as they should. In bf16 and with exact sums the one process computes so, too. "
-            "Mixtures are not trained in bf16: which expert a token goes to may fall either way by rounding, and that is "
-            "said."
+            "Mixtures are not trained in bf16: which expert gets a token may fall either way by rounding; that is said."
         ),
         columns=("trained by", "ranks", "runs", "models", "alarms"),
         rows=tuple(cells),

@@ -101,7 +101,7 @@ class Commands:
         except subprocess.TimeoutExpired:
             raise Failed(f"{command} took over {LIMIT:.0f} s") from None
         if ended.returncode:
-            lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
+            lines = [line.split("[94m")[-1] for line in (ended.stdout + ended.stderr).splitlines() if "Error" in line]
             raise Failed(f"{command}: {lines[-1].strip()[-90:] if lines else 'an error'}")
 
 
@@ -168,8 +168,9 @@ def note(python: Path, rows: list[tuple[str, ...]]) -> str:
         "its defaults: PYTHON is of an environment that has it. It learns invariants from one run without the bug, of "
         f"{STEPS} steps, fewer than it is made for, and checks them with the bug, and without it on other data. "
         "A bug counts as told if an invariant is violated that is not in that clean run. It needs no second run of the "
-        f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms. The other "
-        "programs were not tried: each takes minutes."
+        f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms, most of them from "
+        "what its second trace leaves out: traced for its invariants alone, even the very run that they were learned from "
+        "violates some, and none if all of it is traced again. The other programs were not tried: each takes minutes."
     )
 
 
