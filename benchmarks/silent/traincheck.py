@@ -168,9 +168,10 @@ def note(python: Path, rows: list[tuple[str, ...]]) -> str:
         "its defaults: PYTHON is of an environment that has it. It learns invariants from one run without the bug, of "
         f"{STEPS} steps, fewer than it is made for, and checks them with the bug, and without it on other data. "
         "A bug counts as told if an invariant is violated that is not in that clean run. It needs no second run of the "
-        f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms, most of them from "
-        "what its second trace leaves out: traced for its invariants alone, even the very run that they were learned from "
-        "violates some, and none if all of it is traced again. The other programs were not tried: each takes minutes."
+        f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms. Alarms come "
+        "also from its second trace, which leaves out what the invariants do not name: by hand, on a program like "
+        "these, 24 of 675 are violated by the same run traced so, and none by its full trace. The other programs were "
+        "not tried: each takes minutes."
     )
 
 

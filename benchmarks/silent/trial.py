@@ -119,7 +119,7 @@ def recorded(family: str, name: str, bug: bool = False) -> None:
 def cells_of(program: Program, found: Found) -> tuple[str, str, str]:
     """Return whether a bug was found and localised, and what was said."""
     if program.kind == "end":
-        return "not silent", "", f"it {found.words}, as reported" if found.words in (ENDS, RAISES) else found.words
+        return "not silent", "", f"the run {found.words}" if found.words in (ENDS, RAISES) else found.words
     if not found.differs:
         return "no", "no", ""
     if not found.where:
@@ -139,6 +139,6 @@ def note(rows: list[tuple[str, ...]]) -> str:
         "pipeline) against one, or on one against another version or setting of itself. It is found if `verify_runs` "
         "says that they differ, and localised if the module or parameter named first, and where it shows, is what is "
         f"at fault. Of {silent} bugs that show in numbers {found} are found and {localised} localised; without them, "
-        f"{alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not end, and "
-        "so it is here: no number is wrong before."
+        f"{alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not end: "
+        "here gloo gives up waiting, and no number is wrong before."
     )
