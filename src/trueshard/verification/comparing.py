@@ -212,7 +212,8 @@ def _passed(
             if module and 0 < tolerance < sizes[1] and _is_sorted(first, step, place, rows, actual, tolerance):
                 continue
             there, here = (str(tensor.dtype).removeprefix("torch.") for tensor in (expected, actual))
-            words = f"is {here}, and {there} there" if (differs or module) and kind == "output" and here != there else ""
+            is_other = here != there and kind == "output" and bool(differs or module)
+            words = f"is {here}, and {there} there" if is_other else ""
             passed.append((place, Comparison(kind, step, name, *sizes, tolerance, words)))
         yield passed
 
