@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -132,13 +131,14 @@ def test_a_module_that_is_called_twice_and_a_scaled_loss_are_told_apart(tmp_path
     result = locate([[], Apart.of(other.passed)], (), 1, "")
     assert result is not None
     assert (result.module, result.where, result.rank) == ("1", "forward", 1)  # its inner layer agrees
-    assert result.relative == pytest.approx(0.2, rel=1e-4)
+    assert result.words.startswith("0.2 of the scale; its input agrees")
+    assert Apart.of(other.passed)[0].comparison.relative == pytest.approx(0.2, rel=1e-4)
 
     summed = locate([[], []], [gradient("0.weight", 0.5, 0.5), gradient("1.inner.bias", 0.1, 0.9)], 3, "")
     assert summed is not None
     assert (summed.module, summed.where, summed.step) == ("0", "gradient", 3)
     assert "0.5 times what it should be" in summed.words
-    assert not math.isnan(summed.relative)
+    assert "is 0.5 of the scale apart" in summed.words
 
 
 def gradient(name: str, relative: float, factor: float) -> Comparison:
