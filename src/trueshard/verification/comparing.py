@@ -173,7 +173,8 @@ def _passed(
     """Yield, by rank of the second run, the tensors that pass its modules, in their order; ``places``: of the rows.
 
     Ranks that share matrices have the same samples, and may have parts of a sum. Only where gradients or parameters of
-    the step ``differs``, their other parts are joined (not all are in the order of ranks), and dtypes are compared.
+    the step ``differs``, their other parts are joined: not all are in the order of ranks. Dtypes of what inner modules
+    return are always compared, that of what the model returns only there.
     """
     for rank, contents in enumerate(second.contents):
         lacking = first.names("parameters", 0).keys() - second.held[rank] if second.is_pipeline else set()
