@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forks
@@ -112,6 +112,16 @@ def test_nothing_is_lacking_after_a_compiled_model_has_run() -> None:
     said = probed("torch.compile(torch.nn.Linear(4, 4), backend='eager')(torch.ones(2, 4)).sum().backward()")
     assert "error: " not in said
     assert "sum: 40" in said
+
+
+@on_ranks(2)
+def test_fsdp_1_is_a_wrapper_and_is_refused(rank: int, world_size: int) -> None:
+    model = FullyShardedDataParallel(Stack(), use_orig_params=True, device_id=torch.device("cpu"))
+    attribute = _torch.wrapper_attribute(model)
+    assert attribute is not None
+    assert isinstance(getattr(model, attribute), Stack)
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel \(FSDP 1\): shard what it holds"):
+        trueshard.shard(model)
 
 
 def test_wrappers_and_compilation() -> None:
