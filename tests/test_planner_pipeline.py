@@ -171,6 +171,14 @@ def test_a_pipeline_is_forecast_and_its_tokens_count_once() -> None:
     assert sum(found.exposed_by_axis.values()) == pytest.approx(found.exposed_communication_seconds)
 
 
+@pytest.mark.rest
+def test_ranks_of_a_stage_share_sequences() -> None:
+    """Also in stages without embeddings."""
+    found = forecast(context=2)
+    assert found.received_by_axis["context"] > 0
+    assert found.tokens_per_second_per_rank * found.step_seconds == pytest.approx(8 * 64 / 4)
+
+
 def test_a_stage_in_the_middle_has_blocks_alone() -> None:
     workload = Setting("llama deep, text").workload()
     found = []

@@ -66,10 +66,10 @@ class _Received(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.width, self.dtype = width, dtype
+        self.embedding_dim, self.dtype = width, dtype  # the name of nn.Embedding, which says a model's width
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.empty((*ids.shape, self.width), dtype=self.dtype, requires_grad=True)
+        return torch.empty((*ids.shape, self.embedding_dim), dtype=self.dtype, requires_grad=True)
 
 
 def stage_workload(workload: Workload, plan: Plan, pipe: Pipeline, number: int, dtype: torch.dtype) -> Workload:
