@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import published_attention as attention
 from benchmarks import published_kempner as kempner
+from benchmarks.kept_rows import KeptRows, code_digest
 from benchmarks.published_kempner import STYLES
 from benchmarks.published_pending import PENDING
 from benchmarks.published_precision import device_of, revised, stages_revised
@@ -463,12 +464,12 @@ def in_place(table: Table) -> str:
 
 
 def run(tell: Tell, quick: bool = False) -> Table:
-    """Every row; ``quick``: the first, of two blocks."""
-    rows, numbers = [], []
+    """Every row, but those that a run of the same code has kept; ``quick``: the first, of two blocks."""
+    rows, numbers, kept = [], [], KeptRows(Path("build/planner_published.rows.json"), code_digest())
     for row in sorted(ROWS[:1] if quick else ROWS, key=lambda each: repr(each.setting)):
         if quick:
             row = replace(row, setting=replace(row.setting, model=replace(row.setting.model, layers=2)))
-        found = forecast(row)
+        found = forecast(row) if quick else kept.row(repr(row), functools.partial(forecast, row))
         numbers.append(found)
         tell(f"{_label(found)}, {_words(found)}: {found['error']:+.1%}")
         memory = ("", "", "")
