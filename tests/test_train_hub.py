@@ -18,7 +18,8 @@ from parity import Ranks
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.models import config as hub
-from trueshard.train.models.build import architecture, build, fill
+from trueshard.train.models.build import architecture, build
+from trueshard.train.models.values import fill
 from trueshard.train.run import resuming
 
 NAME = "someone/small-model"

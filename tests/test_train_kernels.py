@@ -22,7 +22,8 @@ from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss
 from trueshard.train.models import kernels
-from trueshard.train.models.build import architecture, build, fill, plain_settings
+from trueshard.train.models.build import architecture, build, plain_settings
+from trueshard.train.models.values import fill
 from trueshard.train.run import forecast
 from trueshard.train.run.session import check_apart
 

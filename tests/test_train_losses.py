@@ -18,7 +18,8 @@ from parity import Ranks, assert_same
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss, summed
-from trueshard.train.models.build import architecture, build, fill
+from trueshard.train.models.build import architecture, build
+from trueshard.train.models.values import fill
 from trueshard.train.preference import PreferenceLoss, without_adapter
 from trueshard.train.run.session import check_apart, choose_loss
 

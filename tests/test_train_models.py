@@ -23,9 +23,10 @@ from trueshard.model import names
 from trueshard.sharding.engine import sharded as sharded_as
 from trueshard.train.config import Config
 from trueshard.train.losses import CausalLoss
-from trueshard.train.models.build import architecture, build, fill, reference
+from trueshard.train.models.build import architecture, build
 from trueshard.train.models.parameters import copy_tensor
 from trueshard.train.models.quantized import QuantizedLinear, dequantise, quantise
+from trueshard.train.models.values import fill, reference
 from trueshard.train.preference import PreferenceLoss
 from trueshard.train.run.session import choose_loss
 

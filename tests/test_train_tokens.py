@@ -23,8 +23,9 @@ from running import environment
 from trueshard.errors import UserError
 from trueshard.train.config import Config
 from trueshard.train.data.tokenizer import load_tokenizer, train_tokenizer
-from trueshard.train.models.build import architecture, build, fill
+from trueshard.train.models.build import architecture, build
 from trueshard.train.models.parameters import seeded
+from trueshard.train.models.values import fill
 from trueshard.train.run import forecast
 from trueshard.train.run.checks import check_settings
 

@@ -18,7 +18,7 @@ from trueshard.train.data.prepared import Prepared
 from trueshard.train.data.tokenizer import load_processor, set_chat_template
 from trueshard.train.metrics.answers import SamplesWriter, line, pieces_of
 from trueshard.train.metrics.trackers import Tracking
-from trueshard.train.models.build import reference
+from trueshard.train.models.values import reference
 from trueshard.train.rl.engine import import_continuous
 from trueshard.train.rl.estimator import OwnEstimator
 from trueshard.train.rl.policy import policy_loss

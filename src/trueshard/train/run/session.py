@@ -38,7 +38,8 @@ from trueshard.train.metrics.step_metrics import (
     read_metrics,
 )
 from trueshard.train.metrics.trackers import Tracking, trackers
-from trueshard.train.models.build import build, fill, plain_settings, reference
+from trueshard.train.models.build import build, plain_settings
+from trueshard.train.models.values import fill, reference
 from trueshard.train.optimizer import build_optimizer, build_schedule
 from trueshard.train.own_code import own
 from trueshard.train.preference import PreferenceLoss
