@@ -57,7 +57,7 @@ def main() -> None:
             table: Table = benchmark.run(tell, given.quick)
         table.show(console)
         tables.append(table)
-        _write(given.json, json.dumps({"machine": where, "benchmarks": [each.data() for each in tables]}, indent=1))
+        _write(given.json, json.dumps({"machine": where, "benchmarks": [table.data() for table in tables]}, indent=1))
     console.print(f"Figures: {given.json}")
     if given.in_place:
         text = given.markdown.read_text(encoding="utf-8")

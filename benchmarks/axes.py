@@ -49,15 +49,15 @@ def run(tell: Tell, quick: bool = False) -> Table:
     rows, numbers = [], []
     for label, shape in (("0.2M parameters", _SMALL), ("8M parameters", _WIDE))[: 1 if quick else 2]:
         timed = on_ranks(measure, RANKS, shape, few(SAMPLES, quick))
-        wall = torch.tensor([each.wall for each in timed], dtype=torch.float64).amax(dim=0)
-        received = torch.tensor([each.received for each in timed], dtype=torch.float64).mean(dim=0)
+        wall = torch.tensor([rank.wall for rank in timed], dtype=torch.float64).amax(dim=0)
+        received = torch.tensor([rank.received for rank in timed], dtype=torch.float64).mean(dim=0)
         for ours, theirs in PAIRS:
             ratio = Ratio.of(wall[:, ours] / wall[:, theirs])
             share = float(received[ours] / received[theirs])
             tell(f"{label}, over {WAYS[theirs]}: {ratio.median:.2f}")
             rows.append((label, WAYS[ours], WAYS[theirs], *ratio.cells(), f"{share:.3f}"))
-        numbers += [asdict(each) for each in timed]
-    apart = max(each["apart"] for each in numbers)
+        numbers += [asdict(rank) for rank in timed]
+    apart = max(number["apart"] for number in numbers)
     return Table(
         name="axes",
         title="A step on a mesh (shard, tensor)",
@@ -83,8 +83,8 @@ def measure(shape: Shape, samples: int) -> Timed:
         with Traffic() as traffic:
             step()
         received.append(traffic.total)
-    found = rounds(lambda which: clocked(steps[which]), len(WAYS), warm_up=2, samples=samples)
-    return Timed(found[..., 0].tolist(), received, max(abs(norm / norms[0] - 1) for norm in norms))
+    seconds = rounds(lambda which: clocked(steps[which]), len(WAYS), warm_up=2, samples=samples)
+    return Timed(seconds[..., 0].tolist(), received, max(abs(norm / norms[0] - 1) for norm in norms))
 
 
 def _prepared(shape: Shape, mesh: DeviceMesh, way: str) -> Callable[[], float]:
@@ -126,10 +126,10 @@ def _clip_by_mesh(parameters: Any, most: float) -> torch.Tensor:
     by_mesh: dict[Any, list[Any]] = {}
     for parameter in parameters:
         by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-    norms = [nn.utils.get_total_norm([p.grad for p in each]) for each in by_mesh.values()]
+    norms = [nn.utils.get_total_norm([p.grad for p in parameters]) for parameters in by_mesh.values()]
     total = torch.stack([norm.full_tensor() for norm in norms]).norm()  # type: ignore[attr-defined]
-    for each in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(each, most, total)
+    for parameters in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(parameters, most, total)
     return total
 
 

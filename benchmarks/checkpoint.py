@@ -62,16 +62,16 @@ def _on(ranks: int, folder: Path, tell: Tell, quick: bool) -> list[Row]:
     saved = on_ranks(measure_saves, ranks, folder, tuple(ways.SAVES), few(SAVES, quick), False)
     rows = save_rows("save", ranks, saved)
     tell(f"saves on {ranks}: {rows[0].cells()[2]} s")
-    found: dict[str, list[list[Loaded]]] = {way: [] for way in ways.LOADS}
+    by_way: dict[str, list[list[Loaded]]] = {way: [] for way in ways.LOADS}
     for i in range(few(LOADS, quick)):
         for way in list(ways.LOADS)[:: -1 if i % 2 else 1]:
-            found[way].append(on_ranks(load, ranks, folder, way))
-    rows += load_rows(ranks, found, folder)
-    tell(f"loads on {ranks}: {statistics.median(most(found['trueshard, meta'], 'written')):.2f} s")
+            by_way[way].append(on_ranks(load, ranks, folder, way))
+    rows += load_rows(ranks, by_way, folder)
+    tell(f"loads on {ranks}: {statistics.median(most(by_way['trueshard, meta'], 'written')):.2f} s")
     rows += stall_rows(ranks, folder, quick)
     tell(f"stalls on {ranks}")
-    for each in (ways.OURS, ways.DCP, ways.FABRIC):
-        shutil.rmtree(folder / f"{each}-{ranks}")
+    for way in (ways.OURS, ways.DCP, ways.FABRIC):
+        shutil.rmtree(folder / f"{way}-{ranks}")
     return rows
 
 
@@ -83,7 +83,7 @@ def write_source(folder: Path, small: bool) -> None:
 
 def _with_state(ranks: int, folder: Path, tell: Tell, quick: bool) -> list[Row]:
     saved = on_ranks(measure_saves, ranks, folder, WITH_STATE, few(STATES, quick), True)
-    loads = {way: slowest([each.loads[way] for each in saved]) for way in ways.RELOADS}
+    loads = {way: slowest([rank.loads[way] for rank in saved]) for way in ways.RELOADS}
     rows = save_rows("save with AdamW", ranks, saved)
     rows.append(Row("load with AdamW, s", ranks, loads["trueshard"], "torch DCP", loads["torch DCP"], 1.0))
     tell(f"with AdamW: {rows[0].cells()[2]} s")

@@ -59,8 +59,8 @@ def load(folder: Path, way: str) -> Loaded:
     returned = clocked(lambda: model.append(ways.LOADS[way](folder)))[0].item()
     count = kernel.bytes_read() - count + sum(taken) + _in_maps(model[0], folder)
     digest: list[int] = []
-    read = clocked(lambda: digest.append(_touch(model[0], lambda each: int(each.sum()))))[0].item()
-    written = clocked(lambda: _touch(model[0], lambda each: int(each.add_(0).numel())))[0].item()
+    read = clocked(lambda: digest.append(_touch(model[0], lambda tensor: int(tensor.sum()))))[0].item()
+    written = clocked(lambda: _touch(model[0], lambda tensor: int(tensor.add_(0).numel())))[0].item()
     return Loaded(returned, returned + read, returned + read + written, before, kernel.peak(), count, digest[0])
 
 
@@ -78,13 +78,13 @@ def _touch(model: nn.Module, what: Callable[[torch.Tensor], int]) -> int:
 
 def most(runs: list[list[Loaded]], field: str) -> list[float]:
     """Of each run, that of the rank that has most."""
-    return [max(float(getattr(each, field)) for each in run) for run in runs]
+    return [max(float(getattr(rank, field)) for rank in run) for run in runs]
 
 
-def load_rows(ranks: int, found: dict[str, list[list[Loaded]]], folder: Path) -> list[Row]:
+def load_rows(ranks: int, by_way: dict[str, list[list[Loaded]]], folder: Path) -> list[Row]:
     """Rows of ``COMPARED``, from way → runs → ranks; all ways have to have loaded the same."""
     for rank in range(ranks):
-        digests = {way: {run[rank].digest for run in runs} for way, runs in found.items()}
+        digests = {way: {run[rank].digest for run in runs} for way, runs in by_way.items()}
         if len(set().union(*digests.values())) > 1:
             raise RuntimeError(f"rank {rank} did not load the same weights by all ways: {digests}")
 
@@ -92,12 +92,12 @@ def load_rows(ranks: int, found: dict[str, list[list[Loaded]]], folder: Path) ->
     for label, ours, peer, fields in COMPARED:
         for field in fields:
             figure = f"{label}: s until it {CLOCKS[field]}"
-            rows.append(Row(figure, ranks, most(found[ours], field), peer, most(found[peer], field), 1.0))
-        peaks = [[each / GIB for each in most(found[way], "peak")] for way in (ours, peer)]
+            rows.append(Row(figure, ranks, most(by_way[ours], field), peer, most(by_way[peer], field), 1.0))
+        peaks = [[peak / GIB for peak in most(by_way[way], "peak")] for way in (ours, peer)]
         rows.append(Row(f"{label}: peak memory of a rank, GiB", ranks, peaks[0], peer, peaks[1], 1.0))
-    size = sum(each.stat().st_size for each in (folder / ways.HUGGING_FACE).glob("*.safetensors")) / GIB
+    size = sum(file.stat().st_size for file in (folder / ways.HUGGING_FACE).glob("*.safetensors")) / GIB
     for label, ours in {label: ours for label, ours, _, _ in COMPARED}.items():
-        counts = [sum(each.bytes_read for each in run) / GIB for run in found[ours]]
+        counts = [sum(rank.bytes_read for rank in run) / GIB for run in by_way[ours]]
         limit = None if ours == "trueshard, own" else 1.0
         rows.append(Row(f"{label}: GiB read", ranks, counts, "the file", [size] * len(counts), limit))
     return rows

@@ -51,4 +51,4 @@ class Row:
 
 def slowest(runs: Sequence[Sequence[float]]) -> list[float]:
     """Of each sample, that of the rank that took longest; ``runs`` has one list a rank."""
-    return [max(each) for each in zip(*runs, strict=True)]
+    return [max(run) for run in zip(*runs, strict=True)]

@@ -66,8 +66,8 @@ def measure_saves(folder: Path, names: Sequence[str], samples: int, state: bool)
     if optimizer is not None:
         for _ in range(samples):
             for way, again in ways.RELOADS.items():
-                found = clocked(partial(again, model, optimizer, kept[way]))[0].item()
-                loads.setdefault(way, []).append(found)
+                taken = clocked(partial(again, model, optimizer, kept[way]))[0].item()
+                loads.setdefault(way, []).append(taken)
     return Saved(seconds, written, loads)
 
 
@@ -99,12 +99,12 @@ def _remove(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def save_rows(label: str, ranks: int, saved: list[Saved]) -> list[Row]:
     """Ours, verified and not, beside each peer and the bare disk, from what each rank measured."""
-    seconds = {way: slowest([each.seconds[way] for each in saved]) for way in saved[0].seconds}
+    seconds = {way: slowest([rank.seconds[way] for rank in saved]) for way in saved[0].seconds}
     written = {way: size / GIB for way, size in saved[0].written.items()}
     rows = []
     for ours, words in (("trueshard", "verified"), ("trueshard, unverified", "not verified")):
@@ -155,7 +155,7 @@ def measure_stalls(folder: Path, first: str, more: int) -> Stalled:
         return end
 
     def copy() -> Callable[[], object]:
-        copies = [each.clone() for each in held]
+        copies = [tensor.clone() for tensor in held]
         return copies.clear
 
     kinds: dict[str, Callable[[], Callable[[], object]]] = {"trueshard": ours, "torch DCP": dcp, "a copy": copy}
@@ -163,9 +163,9 @@ def measure_stalls(folder: Path, first: str, more: int) -> Stalled:
     def stall(kind: str) -> float:
         _remove(path)
         end: list[Callable[[], object]] = []
-        found = clocked(lambda: end.append(kinds[kind]()))[0].item()
+        taken = clocked(lambda: end.append(kinds[kind]()))[0].item()
         end[0]()
-        return found
+        return taken
 
     kernel.forget_peak()
     before = kernel.resident()
@@ -179,23 +179,23 @@ def measure_stalls(folder: Path, first: str, more: int) -> Stalled:
             seconds[kind].append(stall(kind))
             copies[kind].append((around + stall("a copy")) / 2)
     _remove(path)
-    return Stalled(seconds, copies, once, extra, sum(each.nbytes for each in held))
+    return Stalled(seconds, copies, once, extra, sum(tensor.nbytes for tensor in held))
 
 
 def stall_rows(ranks: int, folder: Path, quick: bool) -> list[Row]:
     """How long a save in the background stops training, and the memory that it takes."""
-    found: dict[str, list[list[Stalled]]] = {"trueshard": [], "torch DCP": []}
+    by_library: dict[str, list[list[Stalled]]] = {"trueshard": [], "torch DCP": []}
     for i in range(few(FIRSTS, quick)):
-        for way in list(found)[:: -1 if i % 2 else 1]:
+        for way in list(by_library)[:: -1 if i % 2 else 1]:
             more = few(STALLS, quick) if way == "trueshard" and i == 0 else 0
-            found[way].append(on_ranks(measure_stalls, ranks, folder, way, more))
-    ours = found["trueshard"][0]
-    seconds = {kind: slowest([each.seconds[kind] for each in ours]) for kind in ours[0].seconds}
-    copies = slowest([each.copies["trueshard"] for each in ours])
+            by_library[way].append(on_ranks(measure_stalls, ranks, folder, way, more))
+    ours = by_library["trueshard"][0]
+    seconds = {kind: slowest([rank.seconds[kind] for rank in ours]) for kind in ours[0].seconds}
+    copies = slowest([rank.copies["trueshard"] for rank in ours])
     label = "save in the background: s of stall"
-    first = [[max(each.first for each in run) for run in runs] for runs in found.values()]
-    extra = [[max(each.extra for each in run) / GIB for run in runs] for runs in found.values()]
-    shard = [max(each.shard for each in ours) / GIB]
+    first = [[max(rank.first for rank in run) for run in runs] for runs in by_library.values()]
+    extra = [[max(rank.extra for rank in run) / GIB for run in runs] for runs in by_library.values()]
+    shard = [max(rank.shard for rank in ours) / GIB]
     return [
         Row(label, ranks, seconds["trueshard"], "a copy", copies, STALL),
         Row(label, ranks, seconds["trueshard"], "torch DCP", seconds["torch DCP"], 1.0),

@@ -211,7 +211,7 @@ def save_plainly(model: nn.Module, optimizer: torch.optim.Optimizer | None, path
     tensors = list(locals_of(model))
     if optimizer is not None:
         for state in optimizer.state.values():
-            tensors += [each.to_local() if isinstance(each, DTensor) else each for each in state.values()]
+            tensors += [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in state.values()]
     with open(path / str(dist.get_rank()), "wb", buffering=0) as file:
         for tensor in tensors:
             left: Any = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -53,16 +53,16 @@ class _Compared:
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """First steps, then later ones."""
-    found: list[_Compared] = []
+    compared: list[_Compared] = []
     ways = (OURS, PEERS[0]) if quick else (OURS, *PEERS)
     with tempfile.TemporaryDirectory() as name:
         recipe = Recipe(SHAPE, Path(name) / "model", compile=True)
         on_ranks(recipe.write, 1)
         first = _first(recipe, ways, Path(name), tell, quick)
         for figure, began in first.items():
-            found += [_compared(figure, peer, began) for peer in ways[1:]]
+            compared += [_compared(figure, peer, began) for peer in ways[1:]]
         if not quick:
-            found += _steady(recipe, Path(name))
+            compared += _steady(recipe, Path(name))
     return Table(
         name="compiled",
         title="Compiled blocks, over each peer's",
@@ -75,9 +75,9 @@ def run(tell: Tell, quick: bool = False) -> Table:
             "TrueShard over the peer, with their 95% interval by bootstrap and the 10th to the 90th percentile."
         ),
         columns=("figure", "over", "ratio", "95% interval", "spread", "samples"),
-        rows=tuple(each.cells() for each in found),
-        numbers=[asdict(each) for each in found],
-        over=[each.over() for each in found],
+        rows=tuple(row.cells() for row in compared),
+        numbers=[asdict(row) for row in compared],
+        over=[row.over() for row in compared],
     )
 
 
@@ -85,17 +85,17 @@ def _first(
     recipe: Recipe, ways: tuple[str, ...], folder: Path, tell: Tell, quick: bool
 ) -> Mapping[str, dict[str, list[Began]]]:
     """figure → way → samples; ``quick``: all in one cache, since the first to come compiles what takes longest."""
-    found: dict[str, dict[str, list[Began]]] = {
-        each: {way: [] for way in ways} for each in FIGURES[: 1 if quick else 2]
+    starts: dict[str, dict[str, list[Began]]] = {
+        figure: {way: [] for way in ways} for figure in FIGURES[: 1 if quick else 2]
     }
     for i in range(few(FIRST, quick)):
         for way in ways[:: -1 if i % 2 else 1]:
             cache = folder / ("cache" if quick else f"cache-{way}-{i}".replace(" ", "-"))
-            for figure in found:
-                began = max(on_ranks(begin_cached, RANKS, way, recipe, cache), key=lambda each: each.stepped)
-                found[figure][way].append(began)
+            for figure in starts:
+                began = max(on_ranks(begin_cached, RANKS, way, recipe, cache), key=lambda start: start.stepped)
+                starts[figure][way].append(began)
                 tell(f"{figure}, {way}: {began.failed or f'{began.stepped:.1f} s'}")
-    return found
+    return starts
 
 
 def begin_cached(way: str, recipe: Recipe, cache: Path) -> Began:
@@ -113,12 +113,12 @@ def _compared(figure: str, peer: str, began: Mapping[str, list[Began]]) -> _Comp
 def _steady(recipe: Recipe, folder: Path) -> list[_Compared]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "steady")
     measured = on_ranks(peers_step.measure, RANKS, recipe, STEADY)[0]
-    found = []
+    compared = []
     for peer in PEERS:
         failed = measured.failed.get(peer, "")
         ratios: list[float] = []
         if not failed:
             ours, theirs = (torch.tensor(measured.seconds[way])[:, 0, 0] for way in (OURS, peer))
             ratios = (ours / theirs).tolist()
-        found.append(_Compared("later step", peer, ratios, failed))
-    return found
+        compared.append(_Compared("later step", peer, ratios, failed))
+    return compared

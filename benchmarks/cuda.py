@@ -67,14 +67,14 @@ def run(tell: Tell, quick: bool = False) -> Table:
     rows, numbers, over = [], [], []
     for label, shape in list(SHAPES.items())[: 1 if quick else None]:
         for compile in (False, True):
-            found = {}
+            by_way = {}
             for way in WAYS:
                 case = Case(way, shape, compile)
-                (found[way],) = on_ranks(measure, 1, case, 1 if quick else WARM_UP, 2 if quick else STEPS)
-                rows.append((f"{label}, {'compiled' if compile else 'eager'}", way, *_cells(found[way])))
-                numbers.append(asdict(case) | asdict(found[way]))
+                (by_way[way],) = on_ranks(measure, 1, case, 1 if quick else WARM_UP, 2 if quick else STEPS)
+                rows.append((f"{label}, {'compiled' if compile else 'eager'}", way, *_cells(by_way[way])))
+                numbers.append(asdict(case) | asdict(by_way[way]))
                 tell(f"{rows[-1][0]}, {way}: {rows[-1][2]}")
-            over += _over(rows[-1][0], found)
+            over += _over(rows[-1][0], by_way)
     return Table(
         name="cuda",
         title="Llama shapes on one GPU",
@@ -92,17 +92,17 @@ def run(tell: Tell, quick: bool = False) -> Table:
     )
 
 
-def _cells(found: Found) -> tuple[str, ...]:
-    if found.failed:
-        return (found.failed, "", "", "", "")
-    memory = (f"{each / 2**30:.2f}" for each in (found.allocated, found.reserved))
-    return (f"{found.tokens:,.0f}", f"{found.seconds:.4f}", *memory, f"{found.loss:.4f}")
+def _cells(measured: Found) -> tuple[str, ...]:
+    if measured.failed:
+        return (measured.failed, "", "", "", "")
+    memory = (f"{size / 2**30:.2f}" for size in (measured.allocated, measured.reserved))
+    return (f"{measured.tokens:,.0f}", f"{measured.seconds:.4f}", *memory, f"{measured.loss:.4f}")
 
 
-def _over(label: str, found: dict[str, Found]) -> list[Over]:
-    ours = found[OURS]
-    pairs = [(peer, found[peer]) for peer in (LOOP, BY_HAND) if not (ours.failed or found[peer].failed)]
-    return [Over(f"step, {label}", peer, f"{ours.seconds / each.seconds:.3f}") for peer, each in pairs]
+def _over(label: str, by_way: dict[str, Found]) -> list[Over]:
+    ours = by_way[OURS]
+    pairs = [(peer, by_way[peer]) for peer in (LOOP, BY_HAND) if not (ours.failed or by_way[peer].failed)]
+    return [Over(f"step, {label}", peer, f"{ours.seconds / measured.seconds:.3f}") for peer, measured in pairs]
 
 
 def measure(case: Case, warm_up: int, steps: int) -> Found:

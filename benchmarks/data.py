@@ -45,14 +45,14 @@ def run(tell: Tell, quick: bool = False) -> Table:
         files = {"one file": folder / "one.txt", "records": folder / "records.jsonl"}
         write(folder, files, QUICK if quick else 1)
         for kind, file in files.items():
-            found = {}
+            by_way = {}
             for way in WAYS:
-                found[way] = _measured(way, file, folder)
-                tell(f"{kind}, {way}: {found[way]['seconds']:.0f} s")
+                by_way[way] = _measured(way, file, folder)
+                tell(f"{kind}, {way}: {by_way[way]['seconds']:.0f} s")
             size = file.stat().st_size
             label = f"{kind}, {size / 1e6:.0f} MB"
-            for way, one in found.items():
-                ratios = [found[OURS][clock] / one[clock] for clock in ("seconds", "processor")]
+            for way, one in by_way.items():
+                ratios = [by_way[OURS][clock] / one[clock] for clock in ("seconds", "processor")]
                 cells = [f"{size / one['seconds'] / 1e6:.2f}", f"{size / one['processor'] / 1e6:.2f}"]
                 cells += [f"{one['memory'] / GIB:.2f}", f"{one['tokens']:,}", *(f"{ratio:.2f}" for ratio in ratios)]
                 rows.append((label, way, *cells))

@@ -48,11 +48,11 @@ def run(tell: Tell, quick: bool = False) -> Table:
     """Every case, over gloo processes."""
     rows, numbers = [], []
     for case in CASES[: 1 if quick else None]:
-        found = on_ranks(measure, case.ranks, case, few(case.fours, quick))[0]
-        wall, processor = (Ratio.of(torch.tensor(ratios)) for ratios in (found.wall, found.processor))
-        parts = [f"{found.exact[kind] / found.plain[kind]:.2f}" for kind in ("gradients", "all")]
+        measured = on_ranks(measure, case.ranks, case, few(case.fours, quick))[0]
+        wall, processor = (Ratio.of(torch.tensor(ratios)) for ratios in (measured.wall, measured.processor))
+        parts = [f"{measured.exact[kind] / measured.plain[kind]:.2f}" for kind in ("gradients", "all")]
         rows.append((case.label, *wall.cells(), processor.cells()[0], *parts))
-        numbers.append(asdict(case) | asdict(found))
+        numbers.append(asdict(case) | asdict(measured))
         tell(f"{case.label}: {wall.cells()[0]} of the time, {parts[0]} of the gradients' bytes")
     return Table(
         name="exact",

@@ -44,23 +44,23 @@ class Began:
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """Every way; ``quick``: of a small model."""
-    found: dict[str, list[Began]] = {way: [] for way in ALL}
+    by_way: dict[str, list[Began]] = {way: [] for way in ALL}
     with tempfile.TemporaryDirectory() as folder:
         recipe = Recipe(SMALL if quick else SHAPE, Path(folder) / "model")
         on_ranks(recipe.write, 1)
         for i in range(few(SAMPLES, quick)):
             for way in list(ALL)[:: -1 if i % 2 else 1]:
-                found[way].append(max(on_ranks(begin, RANKS, way, recipe), key=lambda each: each.stepped))
-            tell(", ".join(f"{way} {began[-1].stepped:.2f} s" for way, began in found.items() if began[-1].stepped))
+                by_way[way].append(max(on_ranks(begin, RANKS, way, recipe), key=lambda start: start.stepped))
+            tell(", ".join(f"{way} {began[-1].stepped:.2f} s" for way, began in by_way.items() if began[-1].stepped))
     rows, over = [], []
-    for peer, began in found.items():
+    for peer, began in by_way.items():
         if peer in (OURS, FROM_FILE):
             continue
         if began[0].failed:
             rows.append((peer, began[0].failed, "", "", "", ""))
             over.append(Over("time to the first step", peer, "cannot"))
             continue
-        pairs = list(zip(found[FROM_FILE if peer == "transformers" else OURS], began, strict=True))
+        pairs = list(zip(by_way[FROM_FILE if peer == "transformers" else OURS], began, strict=True))
         to_step = Ratio.of(torch.tensor([a.stepped / b.stepped for a, b in pairs]))
         to_shards = Ratio.of(torch.tensor([a.prepared / b.prepared for a, b in pairs]))
         rows.append((peer, *to_step.cells(), *to_shards.cells()[:2]))
@@ -78,7 +78,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
         ),
         columns=("over", "first step ended", "95% interval", "spread", "sharded", "95% interval"),
         rows=tuple(rows),
-        numbers=[{"way": way, "samples": [asdict(each) for each in began]} for way, began in found.items()],
+        numbers=[{"way": way, "samples": [asdict(start) for start in began]} for way, began in by_way.items()],
         over=over,
     )
 

@@ -118,7 +118,7 @@ def _tried(which: int, case: Case, name: str) -> tuple[list[Found | Unfinished],
             count = 1 if name in ALONE else processes
             patience = timedelta(seconds=case.limit / 2)
             ranks = on_ranks_within(case.limit, patience, attempt, count, which, phase, name, Path(folder))
-            if any(not isinstance(each, Found) or each.error for each in ranks):
+            if any(not isinstance(rank, Found) or rank.error for rank in ranks):
                 break
         logs = [_log(Path(folder), rank) for rank in range(len(ranks))]
         lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
@@ -126,10 +126,10 @@ def _tried(which: int, case: Case, name: str) -> tuple[list[Found | Unfinished],
 
 
 def _alone(which: int, case: Case, name: str) -> Result:
-    (found,), _ = _tried(which, case, name)
-    if isinstance(found, Unfinished) or found.result is None:
-        raise RuntimeError(f"{case.label}: {name} came to {found}")
-    return found.result
+    (result,), _ = _tried(which, case, name)
+    if isinstance(result, Unfinished) or result.result is None:
+        raise RuntimeError(f"{case.label}: {name} came to {result}")
+    return result.result
 
 
 def told(
@@ -145,33 +145,33 @@ def told(
         seconds: the time limit that a rank that hung was killed at.
     """
     also = f"; logs: {_short(logged, 2 * LENGTH)}" if logged else ""
-    crashed = [each.code for each in ranks if isinstance(each, Unfinished) and not each.hung]
-    failed = [each for each in ranks if isinstance(each, Found) and each.error]
+    crashed = [rank.code for rank in ranks if isinstance(rank, Unfinished) and not rank.hung]
+    failed = [rank for rank in ranks if isinstance(rank, Found) and rank.error]
     if crashed:  # then other ranks' errors say that they lost it
         code = crashed[0] or 0
         return Cell(f"crash: {signal.Signals(-code).name if code < 0 else f'exit status {code}'}")
     if failed:
-        first = min(failed, key=lambda each: each.at)
+        first = min(failed, key=lambda rank: rank.at)
         return Cell(f"error in {first.phase}: {_short(first.error)}{also}", error=f"{first.error}\n{logged}")
-    if any(isinstance(each, Unfinished) for each in ranks):
+    if any(isinstance(rank, Unfinished) for rank in ranks):
         return Cell(f"hangs ({seconds:.0f} s){also}", error=logged)
-    results = [each.result or {} for each in ranks if isinstance(each, Found)]
+    results = [rank.result or {} for rank in ranks if isinstance(rank, Found)]
     apart = [_differences(result, right) for result in results]
-    worst = {key: max(each[key] for each in apart) for key in right}
+    worst = {key: max(distances[key] for distances in apart) for key in right}
     return Cell(_differing({key: far for key, far in worst.items() if far > limits[key]}), worst)
 
 
 def _differences(result: Result, right: Result) -> dict[str, float]:
     """By key: the largest relative difference of a tensor; of plain values 0 if they are equal, else infinity."""
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for key, value in right.items():
         other = result.get(key)
-        if isinstance(value, dict) and all(isinstance(each, torch.Tensor) for each in value.values()):
+        if isinstance(value, dict) and all(isinstance(item, torch.Tensor) for item in value.values()):
             alike = isinstance(other, dict) and other.keys() == value.keys()
-            found[key] = max(_relative((other or {})[name], value[name]) for name in value) if alike else math.inf
+            distances[key] = max(_relative((other or {})[name], value[name]) for name in value) if alike else math.inf
         else:
-            found[key] = 0.0 if other == value else math.inf
-    return found
+            distances[key] = 0.0 if other == value else math.inf
+    return distances
 
 
 def _relative(one: torch.Tensor, right: torch.Tensor) -> float:

@@ -74,8 +74,8 @@ class Run:
 
     def trained(self, job: Job) -> Result:
         """The result of training."""
-        before = {name: whole(each) for name, each in job.build().named_parameters()}
-        return {TRAINED: {name: whole(each) - before[name] for name, each in self.parameters.items()}}
+        before = {name: whole(parameter) for name, parameter in job.build().named_parameters()}
+        return {TRAINED: {name: whole(parameter) - before[name] for name, parameter in self.parameters.items()}}
 
 
 Phase = Callable[[Run], Result]
@@ -132,8 +132,8 @@ def _groups(run: Run) -> Result:
     """The embedding and the head are trainable, and in no group."""
 
     def optimizer(model: Any) -> Optimizer:
-        blocks = [(name, each) for name, each in model.named_parameters() if "layers" in name]
-        matrices, norms = ([each for name, each in blocks if ("norm" in name) is which] for which in (False, True))
+        blocks = [(name, parameter) for name, parameter in model.named_parameters() if "layers" in name]
+        matrices, norms = ([p for name, p in blocks if ("norm" in name) is which] for which in (False, True))
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
         return _adamw(model, groups)
 
@@ -215,9 +215,9 @@ def _tied(run: Run) -> Result:
     run.start(job)
     run.train(0, 1)
     run.save()
-    found = _resumed(run, job)
+    result = _resumed(run, job)
     head, embedding = run.system.module.get_output_embeddings(), run.system.module.get_input_embeddings()
-    return found | {"head is embedding": head.weight is embedding.weight}
+    return result | {"head is embedding": head.weight is embedding.weight}
 
 
 def _to_bfloat16(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -250,28 +250,31 @@ def _mixed(run: Run) -> Result:
     """The gradients of one batch: in bfloat16, an update would be mostly rounding."""
     run.start(Job(_two_dtypes, _adamw))
     run.system.differentiate(batch(0))
-    gradients = {name: whole(each.grad) for name, each in run.parameters.items() if each.grad is not None}
-    return {"gradients": gradients, "dtypes": {name: str(each.dtype) for name, each in run.parameters.items()}}
+    gradients = {name: whole(p.grad) for name, p in run.parameters.items() if p.grad is not None}
+    return {
+        "gradients": gradients,
+        "dtypes": {name: str(p.dtype) for name, p in run.parameters.items()},
+    }
 
 
 def _clipping(run: Run) -> Result:
     """A norm that is a DTensor is made whole, as PyTorch's documentation has it."""
     run.start(Job(_llama, _adamw))
-    found: Result = {"norms": {}, "gradients": {}}
+    result: Result = {"norms": {}, "gradients": {}}
     for kind in (2.0, math.inf):
         run.system.differentiate(batch(0))
-        found["norms"][f"{kind}"] = whole(run.system.clip(1e-2, kind))
-        gradients = {f"{kind} {name}": each.grad for name, each in run.parameters.items()}
-        found["gradients"] |= {name: whole(each) for name, each in gradients.items() if each is not None}
+        result["norms"][f"{kind}"] = whole(run.system.clip(1e-2, kind))
+        gradients = {f"{kind} {name}": parameter.grad for name, parameter in run.parameters.items()}
+        result["gradients"] |= {name: whole(gradient) for name, gradient in gradients.items() if gradient is not None}
         run.system.optimizer.zero_grad()
-    return found
+    return result
 
 
 def _read(run: Run) -> Result:
     """Norms, and whether a gradient is finite that has an infinity in the last rank's rows alone."""
     run.start(Job(_llama, _adamw))
     run.system.differentiate(batch(0))
-    read = {name: torch.tensor(each.norm().item()).double() for name, each in run.parameters.items()}
+    read = {name: torch.tensor(parameter.norm().item()).double() for name, parameter in run.parameters.items()}
     gradient: Any = run.parameters["lm_head.weight"].grad
     rows = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     if dist.get_rank() == dist.get_world_size() - 1:

@@ -27,7 +27,7 @@ def bytes_read() -> int:
 
 def mapped(folder: Path) -> list[tuple[int, int, int]]:
     """Where files below ``folder`` are mapped in this process: (begin, end, bytes that have been touched)."""
-    found: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     inside = False
     for line in _lines("/proc/self/smaps"):
         first, _, rest = line.partition(" ")
@@ -36,10 +36,10 @@ def mapped(folder: Path) -> list[tuple[int, int, int]]:
             path = rest.split(maxsplit=4)[4:]
             inside = bool(path) and path[0].startswith(f"{folder.resolve()}/")
             if inside:
-                begin, end = (int(each, 16) for each in first.split("-"))
+                begin, end = (int(address, 16) for address in first.split("-"))
         elif inside and first == "Rss:":
-            found.append((begin, end, int(rest.split()[0]) * 1024))
-    return found
+            ranges.append((begin, end, int(rest.split()[0]) * 1024))
+    return ranges
 
 
 def _status(field: str) -> int:

@@ -63,8 +63,8 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def blocks_of(model: Any) -> Sequence[Any]:
     """The blocks of what ``Shape.build`` returned, whether adapters stand around it or not."""
-    found: Sequence[Any] = model.get_decoder().layers
-    return found
+    blocks: Sequence[Any] = model.get_decoder().layers
+    return blocks
 
 
 def shard_by_hand(

@@ -113,8 +113,8 @@ def run(tell: Tell, quick: bool = False) -> Table:
         _bytes("held after it", [c.held for c in owners], [c.held for c in gathering]),
     ]
     tell(f"{rows[0][5]} times fewer bytes")
-    wall = torch.tensor([each.wall for each in timed], dtype=torch.float64).amax(dim=0)
-    processor = torch.tensor([each.processor for each in timed], dtype=torch.float64).sum(dim=0)
+    wall = torch.tensor([rank.wall for rank in timed], dtype=torch.float64).amax(dim=0)
+    processor = torch.tensor([rank.processor for rank in timed], dtype=torch.float64).sum(dim=0)
     for label, samples in (("wall time", wall), ("processor time", processor)):
         ratios = samples[:, 0] / samples[:, 1]
         low, high = interval(ratios)
@@ -129,7 +129,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
     return Table(
         name="muon",
         title="A Muon step by owners, over the way of `full_tensor()`",
-        note=_note(max(each.apart for each in timed)),
+        note=_note(max(rank.apart for rank in timed)),
         columns=("figure", "by owners", "most", "by gathering", "most", "times less", "95% interval", "limit"),
         rows=tuple(rows),
         numbers=[
@@ -166,9 +166,9 @@ def count(shape: Shape, owned: bool) -> Counted:
         with Traffic() as traffic:
             optimizer.step()
         received.append(round(traffic.total))
-    found = memory.held()
+    tensors = memory.held()
     assert list(model.parameters())  # and what belongs to them was alive until here
-    return Counted(received, found, elements)
+    return Counted(received, tensors, elements)
 
 
 def measure(shape: Shape, samples: int) -> Timed:
@@ -177,9 +177,9 @@ def measure(shape: Shape, samples: int) -> Timed:
         prepare(replace(shape, layers=TIMED), owned) for owned in (False, True)
     )
     steps = gathering.step, owners.step
-    found = fours(lambda which: clocked(steps[which]), warm_up=1, samples=samples)
+    seconds = fours(lambda which: clocked(steps[which]), warm_up=1, samples=samples)
     apart = gradients.apart(matrices(first), matrices(second))
-    return Timed(found[..., 0].tolist(), found[..., 1].tolist(), apart)
+    return Timed(seconds[..., 0].tolist(), seconds[..., 1].tolist(), apart)
 
 
 def prepare(shape: Shape, owned: bool, **words: Any) -> tuple[nn.Module, torch.optim.Optimizer, int]:

@@ -93,22 +93,22 @@ def run(tell: Tell, quick: bool = False) -> Table:
     """Every case, over two gloo processes; ``quick``: the first, of few matrices."""
     rows, numbers, over = [], [], []
     for case in [replace(CASES[0], samples=1, matrices=8, blocks=2)] if quick else CASES:
-        found = on_ranks(measure, RANKS, case)
+        measured = on_ranks(measure, RANKS, case)
         cells: list[str] = []
-        for each in (found[0].wall, found[0].processor, found[0].after_backward):
-            samples = torch.tensor(each)
+        for times in (measured[0].wall, measured[0].processor, measured[0].after_backward):
+            samples = torch.tensor(times)
             ratios = samples[:, 0] / samples[:, 1]
             low, high = interval(ratios.double())
             cells += [f"{median(ratios):.2f}", f"{low:.2f} to {high:.2f}"]
-        warm, later = (torch.tensor(each) for each in (found[0].wall, found[0].after_backward))
-        for words, each in (("", warm), (", after a backward", later)):
-            over.append(Over(f"{case.label}{words}", "by hand", Ratio.of(each[:, 1] / each[:, 0]).short()))
-        distance = max(each.apart for each in found)
+        warm, later = (torch.tensor(times) for times in (measured[0].wall, measured[0].after_backward))
+        for words, times in (("", warm), (", after a backward", later)):
+            over.append(Over(f"{case.label}{words}", "by hand", Ratio.of(times[:, 1] / times[:, 0]).short()))
+        distance = max(rank.apart for rank in measured)
         by_hand, ours = (on_ranks(held, RANKS, case, sharded) for sharded in (False, True))
         more = max(b / a for a, b in zip(by_hand, ours, strict=True))
         cells.insert(2, f"{case.limit:.1f}")
         rows.append((case.label, *cells, str(case.samples), f"{more:.3f}", f"{distance:.0e}"))
-        numbers.append(asdict(case) | asdict(found[0]) | {"apart": distance, "held_by_hand": by_hand, "held": ours})
+        numbers.append(asdict(case) | asdict(measured[0]) | {"apart": distance, "held_by_hand": by_hand, "held": ours})
         tell(f"{case.label}: {cells[0]} times faster, memory {more:.3f}")
     return Table(
         name="optimizer",
@@ -222,6 +222,6 @@ def held(case: Case, sharded: bool) -> int:
     for _ in range(WARM_UP):
         way.backward()
         way.act()
-    found = memory.held()
+    tensors = memory.held()
     assert way.parameters  # and what belongs to them was alive until here
-    return found
+    return tensors

@@ -39,13 +39,13 @@ def kept(path: Path, where: str) -> Kept:
     head, *sections = path.read_text(encoding="utf-8").rstrip("\n").split("\n\n## ")
     if head != _head(where):
         raise ValueError(f"{path} holds figures of another machine or version; run all benchmarks to write it anew")
-    found = Kept()
+    result = Kept()
     for section in sections:
         if section.startswith(_SUMMARY):
-            found.over = _read_summary(section)
+            result.over = _read_summary(section)
         elif name := re.search(r"^python -m benchmarks (\w+)", section, re.MULTILINE):
-            found.sections[name[1]] = f"## {section}"
-    return found
+            result.sections[name[1]] = f"## {section}"
+    return result
 
 
 def page(where: str, order: Sequence[str], tables: Sequence[Table], others: Kept) -> str:
@@ -80,8 +80,8 @@ def _summary(over: Iterable[tuple[str, Sequence[Over]]]) -> str:
     """One row a figure, one column a peer. A peer that has no ratio at all is told in its benchmark's table alone."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     peers: dict[str, bool] = {}
-    for name, each in over:
-        for one in each:
+    for name, row in over:
+        for one in row:
             rows.setdefault((name, one.figure), {})[one.peer] = one.cell
             peers[one.peer] = peers.get(one.peer, False) or one.cell[:1].isdigit()
     columns = [peer for peer, has in peers.items() if has]
@@ -103,10 +103,10 @@ def _summary(over: Iterable[tuple[str, Sequence[Over]]]) -> str:
 def _read_summary(section: str) -> dict[str, list[Over]]:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     _, *peers, _ = lines[0]
-    found: dict[str, list[Over]] = {}
+    rows: dict[str, list[Over]] = {}
     for figure, *cells, name in lines[2:]:
-        found.setdefault(name, []).extend(Over(figure, p, c) for p, c in zip(peers, cells, strict=True) if c)
-    return found
+        rows.setdefault(name, []).extend(Over(figure, p, c) for p, c in zip(peers, cells, strict=True) if c)
+    return rows
 
 
 def has_marks(path: Path | None, name: str) -> bool:

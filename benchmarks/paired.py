@@ -40,12 +40,12 @@ def rounds(one: Callable[[int], torch.Tensor], ways: int, *, warm_up: int, sampl
         for way in range(ways):
             one(way)
     gc.collect()
-    found = []
+    seconds = []
     for _ in range(samples):
         forwards = [one(way) for way in range(ways)]
         backwards = [one(way) for way in reversed(range(ways))]
-        found.append(torch.stack(forwards) + torch.stack(backwards[::-1]))
-    return torch.stack(found)
+        seconds.append(torch.stack(forwards) + torch.stack(backwards[::-1]))
+    return torch.stack(seconds)
 
 
 def few(samples: int, quick: bool) -> int:

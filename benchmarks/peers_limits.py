@@ -53,14 +53,14 @@ def run(tell: Tell, quick: bool = False) -> Table:
         recipe = Recipe(SMALL if quick else SHAPE, Path(folder) / "model")
         on_ranks(recipe.write, 1)
         cases = (("all trained", recipe), ("LoRA", replace(recipe, lora=True)))
-        for label, each in cases[: 1 if quick else None]:
-            (least,) = on_ranks(limits, 1, each, RANKS)
-            found = {way: on_ranks(measure, RANKS, way, each)[0] for way in WAYS}
-            found = {way: _held_against(used, found[REFERENCE]) for way, used in found.items()}
-            for way, used in found.items():
+        for label, recipe in cases[: 1 if quick else None]:
+            (least,) = on_ranks(limits, 1, recipe, RANKS)
+            by_way = {way: on_ranks(measure, RANKS, way, recipe)[0] for way in WAYS}
+            by_way = {way: _held_against(used, by_way[REFERENCE]) for way, used in by_way.items()}
+            for way, used in by_way.items():
                 rows.append((label, way, *_cells(used, least)))
-                over += _over(label, way, used, found[OURS])
-            numbers.append({"case": label, "limits": asdict(least), **{way: asdict(u) for way, u in found.items()}})
+                over += _over(label, way, used, by_way[OURS])
+            numbers.append({"case": label, "limits": asdict(least), **{way: asdict(u) for way, u in by_way.items()}})
             tell(f"{label}: " + ", ".join(f"{row[1]} {row[3]} and {row[5]}" for row in rows if row[0] == label))
     return Table(
         name="peers_limits",
@@ -88,9 +88,9 @@ def limits(recipe: Recipe, ranks: int) -> Used:
     """The formulas above."""
     model = recipe.build()
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    everything = sum(each.numel() for each in model.parameters())
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    blocks = [sum(each.numel() for each in block.parameters()) for block in blocks_of(model)]
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of(model)]
     largest = max(embedding, *blocks, everything - sum(blocks) - embedding)
     received = (ranks - 1) / ranks * 4 * (everything + everything - embedding + trained)
     return Used(received, int(4 * (everything + 3 * trained) / ranks + 4 * largest))
@@ -131,12 +131,12 @@ def _held_against(used: Used, reference: Used) -> Used:
 
 def _never_read(training: Training, folder: Path) -> int:
     maps = kernel.mapped(folder)
-    found = 0
+    unread = 0
     for parameter in training.model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if any(begin <= local.data_ptr() < end for begin, end, _ in maps):
-            found += local.untyped_storage().nbytes() - local.nbytes
-    return found
+            unread += local.untyped_storage().nbytes() - local.nbytes
+    return unread
 
 
 def _received(training: Training, batch: torch.Tensor) -> float:

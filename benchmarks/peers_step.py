@@ -60,14 +60,14 @@ def run(tell: Tell, quick: bool = False) -> Table:
         for case in cases(Path(folder))[: 1 if quick else None]:
             if not case.recipe.folder.exists():
                 on_ranks(case.recipe.write, 1)
-            found = on_ranks(measure, RANKS, case.recipe, few(case.samples, quick))
+            ranks = on_ranks(measure, RANKS, case.recipe, few(case.samples, quick))
             for peer in WAYS:
                 if peer == OURS:
                     continue
-                made = _rows(case, peer, found[0])
+                made = _rows(case, peer, ranks[0])
                 rows += [cells for cells, _ in made]
-                over += [each for _, each in made]
-            numbers.append({"case": case.label, "ranks": [asdict(each) for each in found]})
+                over += [row for _, row in made]
+            numbers.append({"case": case.label, "ranks": [asdict(rank) for rank in ranks]})
             tell(f"{case.label}: " + ", ".join(f"{row[2]} {row[3]}" for row in rows if row[:2] == (case.label, "step")))
     return Table(
         name="peers_step",
@@ -117,24 +117,24 @@ def measure(recipe: Recipe, samples: int) -> Found:
         losses[way].append(loss)
         return seconds
 
-    found = rounds(one, len(ways), warm_up=WARM_UP, samples=samples)
+    seconds = rounds(one, len(ways), warm_up=WARM_UP, samples=samples)
     return Found(
-        {way: found[:, i].tolist() for i, way in enumerate(ways)},
+        {way: seconds[:, i].tolist() for i, way in enumerate(ways)},
         {way: max(abs(a - b) for a, b in zip(losses[way], losses[REFERENCE], strict=True)) for way in ways},
         failed,
     )
 
 
-def _rows(case: Case, peer: str, found: Found) -> list[tuple[tuple[str, ...], Over]]:
+def _rows(case: Case, peer: str, measured: Found) -> list[tuple[tuple[str, ...], Over]]:
     """Of one peer, a row for each piece; one alone where there is nothing to compare."""
     short, why = "", ""
-    if peer in found.failed:
-        short, why = "cannot", found.failed[peer]
-    elif found.apart[peer] > TOLERANCE:
-        short, why = "trains something else", f"trains something else: losses {found.apart[peer]:.0e} apart"
+    if peer in measured.failed:
+        short, why = "cannot", measured.failed[peer]
+    elif measured.apart[peer] > TOLERANCE:
+        short, why = "trains something else", f"trains something else: losses {measured.apart[peer]:.0e} apart"
     if short:
         return [((case.label, PIECES[0], peer, why, "", "", "", ""), Over(f"{PIECES[0]}, {case.label}", peer, short))]
-    ours, theirs = (torch.tensor(found.seconds[way]) for way in (OURS, peer))
+    ours, theirs = (torch.tensor(measured.seconds[way]) for way in (OURS, peer))
     rows: list[tuple[tuple[str, ...], Over]] = []
     for i, piece in enumerate(PIECES):
         wall, processor = (Ratio.of(ours[:, i, clock] / theirs[:, i, clock]) for clock in (0, 1))

@@ -71,14 +71,14 @@ def on_ranks_within(
         hung = [process.is_alive() for process in context.processes]
         for process in context.processes:
             process.kill()
-        found: list[Any] = []
+        results: list[Any] = []
         for rank, process in enumerate(context.processes):
             process.join()
             file = Path(folder) / str(rank)
             # One that hung may still have seen that another was killed, and told of it.
             ended = file.exists() and not hung[rank]
-            found.append(pickle.loads(file.read_bytes()) if ended else Unfinished(hung[rank], process.exitcode))
-        return found
+            results.append(pickle.loads(file.read_bytes()) if ended else Unfinished(hung[rank], process.exitcode))
+        return results
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def _work(
     warnings.filterwarnings("ignore", message=".*barrier.*")
     warnings.filterwarnings("ignore", category=FutureWarning)  # what peers say of one another
     if processes == ranks:
-        each, every = str(rank), str(ranks)
-        os.environ.update(RANK=each, LOCAL_RANK=each, WORLD_SIZE=every, LOCAL_WORLD_SIZE=every, GROUP_RANK="0")
+        number, every = str(rank), str(ranks)
+        os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=every, LOCAL_WORLD_SIZE=every, GROUP_RANK="0")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # nobody connects: the group is made here
         store = dist.FileStore(str(folder / "store"), ranks)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -64,18 +64,18 @@ def run(tell: Tell, quick: bool = False) -> Table:
     for ranks, ways in WAYS.items():
         if quick and ranks == 1:
             continue
-        found: dict[str, list[Any]] = {way: [] for way in ways}
+        by_way: dict[str, list[Any]] = {way: [] for way in ways}
         for turn in range(few(TURNS, quick)):
             for way in list(ways)[:: -1 if turn % 2 else 1]:
-                found[way].append(_trained(ways[way], ranks, WARM_UP + 2 if quick else STEPS, turn))
-            tell(f"{ranks}: " + ", ".join(f"{way} {_told(turns[-1])}" for way, turns in found.items()))
+                by_way[way].append(_trained(ways[way], ranks, WARM_UP + 2 if quick else STEPS, turn))
+            tell(f"{ranks}: " + ", ".join(f"{way} {_told(turns[-1])}" for way, turns in by_way.items()))
         for way in ways:
             if way != OURS:
-                made, short = _rows(ranks, way, found[OURS], found[way])
+                made, short = _rows(ranks, way, by_way[OURS], by_way[way])
                 rows += made
                 if way.startswith("TRL"):
                     over.append(Over(f"step of GRPO, {ranks} process{'es' if ranks > 1 else ''}", way, short))
-        numbers += [{"ranks": ranks, "way": way, "turns": turns} for way, turns in found.items()]
+        numbers += [{"ranks": ranks, "way": way, "turns": turns} for way, turns in by_way.items()]
     if not quick:
         made, short = _uneven(tell, quick)
         rows += made
@@ -99,12 +99,12 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 def _uneven(tell: Tell, quick: bool) -> tuple[list[tuple[str, ...]], str]:
     """Return rows of answers of uneven lengths, by one process each, and the ratio in short."""
-    found: dict[str, list[Any]] = {way: [] for way in UNEVEN}
+    by_way: dict[str, list[Any]] = {way: [] for way in UNEVEN}
     for turn in range(few(TURNS, quick)):
         for way in list(UNEVEN)[:: -1 if turn % 2 else 1]:
-            found[way].append(_trained(UNEVEN[way], 1, UNEVEN_STEPS, turn, UNEVEN_WARM_UP))
-        tell("uneven: " + ", ".join(f"{way} {_told(turns[-1])}" for way, turns in found.items()))
-    rows, short = _rows(1, "TRL", found[OURS], found["TRL"])
+            by_way[way].append(_trained(UNEVEN[way], 1, UNEVEN_STEPS, turn, UNEVEN_WARM_UP))
+        tell("uneven: " + ", ".join(f"{way} {_told(turns[-1])}" for way, turns in by_way.items()))
+    rows, short = _rows(1, "TRL", by_way[OURS], by_way["TRL"])
     return [(f"uneven answers: {first}", *others) for first, *others in rows], short
 
 
@@ -120,19 +120,19 @@ def measure(way: Way, steps: int, seed: int) -> Run:
 def _trained(way: Way, ranks: int, steps: int, seed: int, warm_up: int = WARM_UP) -> dict[str, float] | str:
     """Return the median seconds of ``PIECES``, of the slowest rank; or a peer's error."""
     try:
-        found = on_ranks(measure, ranks, way, steps, seed)
+        measured = on_ranks(measure, ranks, way, steps, seed)
     except Exception as error:
         if way.func is ours:  # type: ignore[attr-defined]
             raise
         return reason(error)
-    assert {each.threads for each in found} == {1}
+    assert {rank.threads for rank in measured} == {1}
     if way.keywords.get("sharded"):  # type: ignore[attr-defined]
-        assert all(each.sharded for each in found)
-    slowest = max(found, key=lambda each: sum(each.steps[warm_up:]))
+        assert all(rank.sharded for rank in measured)
+    slowest = max(measured, key=lambda rank: sum(rank.steps[warm_up:]))
     parts = [slowest.steps, slowest.phases["generation"], slowest.phases["reward"]]
-    each = torch.tensor([part[warm_up:] for part in parts], dtype=torch.float64)
-    each = torch.cat([each, each[:1] - each[1:].sum(0, keepdim=True)])
-    return dict(zip(PIECES, each.quantile(0.5, dim=1).tolist(), strict=True))
+    times = torch.tensor([part[warm_up:] for part in parts], dtype=torch.float64)
+    times = torch.cat([times, times[:1] - times[1:].sum(0, keepdim=True)])
+    return dict(zip(PIECES, times.quantile(0.5, dim=1).tolist(), strict=True))
 
 
 def _told(turn: dict[str, float] | str) -> str:
@@ -155,8 +155,8 @@ def _rows(ranks: int, way: str, own: list[Any], other: list[Any]) -> tuple[list[
 
 def _curve(way: Way, steps: int, seed: int) -> list[float]:
     """Return the mean reward of each step, over all samples."""
-    found = on_ranks(measure, 2, way, steps, seed)
-    return torch.tensor([each.rewards for each in found], dtype=torch.float64).mean(0).tolist()
+    measured = on_ranks(measure, 2, way, steps, seed)
+    return torch.tensor([rank.rewards for rank in measured], dtype=torch.float64).mean(0).tolist()
 
 
 def _learned(curves: dict[str, list[list[float]]]) -> list[tuple[str, ...]]:
@@ -167,7 +167,7 @@ def _learned(curves: dict[str, list[list[float]]]) -> list[tuple[str, ...]]:
         (f"the last {WINDOW}", slice(-WINDOW, None)),
     ):
         means = {way: torch.tensor([curve[part] for curve in seeds]).mean(1) for way, seeds in curves.items()}
-        cells = [f"{each.mean():.3f} ({each.min():.3f} to {each.max():.3f})" for each in means.values()]
+        cells = [f"{rewards.mean():.3f} ({rewards.min():.3f} to {rewards.max():.3f})" for rewards in means.values()]
         ratio = means[OURS].mean() / means[DDP].mean()
         rows.append((f"mean reward of {which}", "2", cells[0], DDP, cells[1], f"{ratio:.3f}", ""))
     return rows

@@ -61,20 +61,20 @@ def run(tell: Tell, quick: bool = False) -> Table:
     over: list[Over] = []
     for label, lora in (("20M", False), ("20M, LoRA", True))[: 1 if quick else None]:
         recipe = Recipe(MIDDLE, Path(), lora=lora)
-        found = {way: Found([]) for way in WAYS}
+        by_way = {way: Found([]) for way in WAYS}
         for turn in range(few(TURNS, quick)):
             for way in WAYS[:: -1 if turn % 2 else 1]:
-                _take_turn(found[way], way, recipe, WARM_UP + 2 if quick else STEPS)
-            tell(f"{label}: " + ", ".join(f"{way} {_told(each)}" for way, each in found.items()))
-        for way, each in found.items():
-            if not each.failed:
-                each.peak = max(on_ranks(peak, RANKS, way, recipe))
+                _take_turn(by_way[way], way, recipe, WARM_UP + 2 if quick else STEPS)
+            tell(f"{label}: " + ", ".join(f"{way} {_told(measured)}" for way, measured in by_way.items()))
+        for way, measured in by_way.items():
+            if not measured.failed:
+                measured.peak = max(on_ranks(peak, RANKS, way, recipe))
         for way in WAYS:
             if way != OURS:
-                made = _rows(label, way, found)
+                made = _rows(label, way, by_way)
                 rows += [cells for cells, _ in made]
                 over += [one for _, one in made]
-        numbers.append({"case": label, **{way: vars(each) for way, each in found.items()}})
+        numbers.append({"case": label, **{way: vars(measured) for way, measured in by_way.items()}})
     return Table(
         name="sft_step",
         title="A step of TRL's `SFTTrainer`, over DDP and Accelerate's FSDP2",
@@ -100,42 +100,42 @@ def peak(way: str, recipe: Recipe) -> int:
     return max(held for held, change in zip(live, changes, strict=True) if MARK in change.inside)
 
 
-def _take_turn(found: Found, way: str, recipe: Recipe, steps: int) -> None:
-    if found.failed:
+def _take_turn(measured: Found, way: str, recipe: Recipe, steps: int) -> None:
+    if measured.failed:
         return
     try:
         ranks = on_ranks(train, RANKS, way, recipe, steps)
     except Exception as error:
         if way in (OURS, DDP):
             raise
-        found.failed = reason(error)
+        measured.failed = reason(error)
         return
-    assert {each.sharded for each in ranks} == {way != DDP}
-    medians = torch.tensor([each.steps[WARM_UP:] for each in ranks], dtype=torch.float64).quantile(0.5, dim=1)
-    found.turns.append(medians.amax(0).tolist())
-    found.losses = tuple(each.losses for each in ranks)
+    assert {rank.sharded for rank in ranks} == {way != DDP}
+    medians = torch.tensor([rank.steps[WARM_UP:] for rank in ranks], dtype=torch.float64).quantile(0.5, dim=1)
+    measured.turns.append(medians.amax(0).tolist())
+    measured.losses = tuple(rank.losses for rank in ranks)
 
 
-def _told(found: Found) -> str:
-    return found.failed or f"{found.turns[-1][0]:.3f} s"
+def _told(measured: Found) -> str:
+    return measured.failed or f"{measured.turns[-1][0]:.3f} s"
 
 
-def _rows(label: str, way: str, found: dict[str, Found]) -> list[tuple[tuple[str, ...], Over]]:
+def _rows(label: str, way: str, by_way: dict[str, Found]) -> list[tuple[tuple[str, ...], Over]]:
     """Return rows of one peer, each with its cell of the summary; one row alone where there is nothing to compare."""
-    ours, its = found[OURS], found[way]
+    ours, its = by_way[OURS], by_way[way]
     apart = (torch.tensor(its.losses) - torch.tensor(ours.losses)).abs().max().item() if its.losses else 0.0
     if its.failed or apart > TOLERANCE:
         why = its.failed or f"trains something else: losses {apart:.0e} apart"
         over = Over(f"step of SFT, {label}", way, "cannot" if its.failed else "trains something else")
         return [((label, "step, s", "", way, why, "", ""), over)]
     rows: list[tuple[tuple[str, ...], Over]] = []
-    mine, theirs = (torch.tensor(each.turns, dtype=torch.float64) for each in (ours, its))
+    mine, theirs = (torch.tensor(measured.turns, dtype=torch.float64) for measured in (ours, its))
     for i, figure in enumerate(CLOCKS):
         ratio = Ratio.of(mine[:, i] / theirs[:, i])
-        medians = [f"{each[:, i].quantile(0.5).item():.3f}" for each in (mine, theirs)]
+        medians = [f"{measured[:, i].quantile(0.5).item():.3f}" for measured in (mine, theirs)]
         cells = (label, figure, medians[0], way, medians[1], *ratio.cells()[:2])
         rows.append((cells, Over(f"{figure.removesuffix(', s')} of SFT, {label}", way, ratio.short())))
-    peaks = [f"{each.peak / 2**20:.1f}" for each in (ours, its)]
+    peaks = [f"{measured.peak / 2**20:.1f}" for measured in (ours, its)]
     ratio_of_peaks = f"{ours.peak / its.peak:.3f}"
     cells = (label, "MiB at the peak", peaks[0], way, peaks[1], ratio_of_peaks, "")
     return [*rows, (cells, Over(f"memory of SFT, {label}", way, ratio_of_peaks))]

@@ -87,12 +87,12 @@ def run(tell: Tell, quick: bool = False) -> Table:
 
 def _cells(hand: list[list[float]], ours: list[list[float]]) -> list[str]:
     ratios = [b[0] / a[0] for a, b in zip(hand, ours, strict=True)]
-    cells = [f"{statistics.median(each[0] for each in way):.2f}" for way in (hand, ours)]
+    cells = [f"{statistics.median(times[0] for times in way):.2f}" for way in (hand, ours)]
     cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     if len(hand[0]) == 1:
         return [*cells, "", "", ""]
-    first = statistics.median(each[1] for each in ours)
-    later, by_hand = (statistics.median(s for each in way for s in each[2:]) for way in (ours, hand))
+    first = statistics.median(times[1] for times in ours)
+    later, by_hand = (statistics.median(s for times in way for s in times[2:]) for way in (ours, hand))
     return [*cells, f"{first:.3f}", f"{later:.3f}", f"{later / by_hand:.3f}"]
 
 
@@ -129,13 +129,13 @@ def seconds(case: Case, sharded: bool) -> list[float]:
         _torch.initialise(model)
     else:
         shard_by_hand(model, case.ranks)
-    found = [time.process_time() - began]
+    spent = [time.process_time() - began]
     if not sharded:
         optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(STEPS if case.matrices else 0):
         model(torch.randn(4, SIDE)).pow(4).mean().backward()
         began = time.process_time()
         optimizer.step()
-        found.append(time.process_time() - began)
+        spent.append(time.process_time() - began)
         optimizer.zero_grad()
-    return found
+    return spent

@@ -58,14 +58,14 @@ def run(tell: Tell, quick: bool = False) -> Table:
     rows, numbers, over = [], [], []
     for case in CASES[: 1 if quick else None]:
         case = replace(case, fours=few(case.fours, quick))
-        found = on_ranks(measure, RANKS, case)[0]
+        measured = on_ranks(measure, RANKS, case)[0]
         cells: list[str] = []
-        for ratios in (found.wall, found.processor):
+        for ratios in (measured.wall, measured.processor):
             cells += Ratio.of(torch.tensor(ratios)).cells()
         del cells[-1]  # the spread of processor time
-        over.append(Over(f"step: {case.label}", "by hand", Ratio.of(torch.tensor(found.wall)).short()))
-        rows.append((case.label, *cells, str(case.fours), f"{found.losses_apart:.0e}"))
-        numbers.append(asdict(case) | asdict(found))
+        over.append(Over(f"step: {case.label}", "by hand", Ratio.of(torch.tensor(measured.wall)).short()))
+        rows.append((case.label, *cells, str(case.fours), f"{measured.losses_apart:.0e}"))
+        numbers.append(asdict(case) | asdict(measured))
         tell(f"{case.label}: {cells[0]}")
     return Table(
         name="step",
@@ -123,7 +123,7 @@ def measure(case: Case) -> Found:
         """One step; its seconds by the wall's and the processor's clock."""
         model = (by_hand, ours)[which]
         batch = case.shape.batch(RANKS * len(losses[which]) + dist.get_rank())
-        found: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
 
         def run() -> None:
             loss = loss_of(model, batch)
@@ -132,10 +132,10 @@ def measure(case: Case) -> Found:
                 clips[which](model.parameters(), 1.0)
             optimizers[which].step()
             optimizers[which].zero_grad()
-            found.append(loss)
+            kept.append(loss)
 
         seconds = clocked(run)
-        losses[which].append(found[0].item())
+        losses[which].append(kept[0].item())
         return seconds
 
     samples = fours(step, warm_up=WARM_UP, samples=case.fours)

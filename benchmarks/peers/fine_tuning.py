@@ -43,7 +43,7 @@ def train(way: str, recipe: Recipe, steps: int) -> Run:
 
         from trueshard.integrations.transformers import ShardedTrainer
 
-        found = Run()
+        result = Run()
 
         class Told(SFTTrainer):  # type: ignore[misc]
             def create_accelerator_and_postprocess(self) -> None:
@@ -53,7 +53,7 @@ def train(way: str, recipe: Recipe, steps: int) -> Run:
 
             def training_step(self, *words: Any, **more: Any) -> torch.Tensor:
                 loss: torch.Tensor = super().training_step(*words, **more)
-                found.losses.append(loss.item())
+                result.losses.append(loss.item())
                 return loss
 
         class Sharded(ShardedTrainer, Told):
@@ -80,9 +80,9 @@ def train(way: str, recipe: Recipe, steps: int) -> Run:
             ),
             train_dataset=Dataset.from_list([{"input_ids": ids} for batch in batches for ids in batch]),
             processing_class=AutoTokenizer.from_pretrained(str(TOKENIZER), local_files_only=True),
-            callbacks=[clock(found.steps), marking()],
+            callbacks=[clock(result.steps), marking()],
         )
         torch.set_num_threads(1)
         trainer.train()
-    found.sharded = is_sharded(trainer.model)
-    return found
+    result.sharded = is_sharded(trainer.model)
+    return result

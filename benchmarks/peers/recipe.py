@@ -43,7 +43,7 @@ class Recipe:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW over what is trainable, as torch chooses its implementation."""
-        return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+        return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
 
     def write(self) -> None:
         """Puts the weights into ``folder``."""

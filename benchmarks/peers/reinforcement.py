@@ -87,7 +87,7 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
             "log": {"samples_every": 10**6},
         }
     )
-    found = Run()
+    result = Run()
 
     class Clock(Callback):
         def on_start(self, trainer: Trainer) -> None:
@@ -95,10 +95,10 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
 
         def on_step(self, trainer: Trainer, record: dict[str, Any]) -> None:
             self.last, before = time.perf_counter(), self.last
-            found.steps.append(self.last - before)
-            found.phases["generation"].append(record["seconds_sync"] + record["seconds_generate"])
-            found.phases["reward"].append(record["seconds_reward"])
-            found.rewards.append(record["reward"])
+            result.steps.append(self.last - before)
+            result.phases["generation"].append(record["seconds_sync"] + record["seconds_generate"])
+            result.phases["reward"].append(record["seconds_reward"])
+            result.rewards.append(record["reward"])
 
     with silent():
         ready = checks.check(config, ranks) if dist.get_rank() == 0 else None
@@ -108,8 +108,8 @@ def ours(steps: int, seed: int, folder: Path, copy: str, uneven: bool = False) -
         trainer.checkpoints = None
         trainer.callbacks.append(Clock())
         trainer.fit()
-    found.threads, found.sharded = torch.get_num_threads(), is_sharded(trainer.model)
-    return found
+    result.threads, result.sharded = torch.get_num_threads(), is_sharded(trainer.model)
+    return result
 
 
 def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False) -> Run:
@@ -124,7 +124,7 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
-        found = Run()
+        result = Run()
         clocked: list[tuple[float, float]] = []
 
         class Timed(GRPOTrainer):  # type: ignore[misc]
@@ -134,17 +134,17 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
                     train_with_fsdp2(self, always=False)  # kept gathered between tokens: the faster one
 
             def _generate_single_turn(self, *words: Any, **more: Any) -> Any:
-                with _clocked(found.phases["generation"]):
+                with _clocked(result.phases["generation"]):
                     return super()._generate_single_turn(*words, **more)
 
             def _calculate_rewards(self, *words: Any, **more: Any) -> Any:
-                with _clocked(found.phases["reward"]):
+                with _clocked(result.phases["reward"]):
                     return super()._calculate_rewards(*words, **more)
 
         def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
             both = zip(completions, answer, strict=True)
             judged = [sort(text, {"answer": right}, None)["reward"] for text, right in both]
-            found.rewards.append(sum(judged) / len(judged))
+            result.rewards.append(sum(judged) / len(judged))
             return judged
 
         sort = _sort()
@@ -187,9 +187,9 @@ def trl(steps: int, seed: int, folder: Path, sharded: bool, uneven: bool = False
         )
         torch.set_num_threads(1)
         trainer.train()
-    found.steps = [wall for wall, _ in clocked]
-    found.threads, found.sharded = torch.get_num_threads(), is_sharded(trainer.model)
-    return found
+    result.steps = [wall for wall, _ in clocked]
+    result.threads, result.sharded = torch.get_num_threads(), is_sharded(trainer.model)
+    return result
 
 
 def _untrained(seed: int) -> tuple[Any, Any]:

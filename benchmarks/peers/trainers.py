@@ -62,7 +62,7 @@ def train_with_fsdp2(trainer: Any, *, always: bool) -> None:
 def is_sharded(model: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(each, DTensor) for each in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextlib.contextmanager

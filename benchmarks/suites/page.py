@@ -41,14 +41,14 @@ def page(results: Mapping[str, Any]) -> str:
     for suite in SUITES:
         if suite.library not in results:
             continue
-        found = results[suite.library]
-        one = found["one"]
+        by_way = results[suite.library]
+        one = by_way["one"]
         counted = [name for name, result in one.items() if result["outcome"] == "passed"]
-        cells = [_count(found.get(system), counted) for system in ("ddp", "fsdp2", "ours")]
-        installed, tests = found["versions"]
+        cells = [_count(by_way.get(system), counted) for system in ("ddp", "fsdp2", "ours")]
+        installed, tests = by_way["versions"]
         left = len(one) - len(counted)
         rows.append(f"| {suite.library} {installed} | {tests} | {left} | {len(counted)} | {' | '.join(cells)} |")
-        failures += _failures(suite.library, found, counted)
+        failures += _failures(suite.library, by_way, counted)
     table = [
         "| | tests of | do not run here | counted | DDP | their FSDP2 | TrueShard |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -77,12 +77,12 @@ def _count(results: Any, counted: list[str]) -> str:
     return str(sum(results[name]["outcome"] == "passed" for name in counted))
 
 
-def _failures(library: str, found: Mapping[str, Any], counted: list[str]) -> list[str]:
+def _failures(library: str, by_way: Mapping[str, Any], counted: list[str]) -> list[str]:
     lines = []
     for name in counted:
-        result = found["ours"][name]
+        result = by_way["ours"][name]
         if result["outcome"] != "passed":
-            others = [found[system][name]["outcome"] if system in found else "" for system in ("ddp", "fsdp2")]
+            others = [by_way[system][name]["outcome"] if system in by_way else "" for system in ("ddp", "fsdp2")]
             why = explanation(name, result["message"])
             lines.append(f"| `{name.rpartition('/')[2]}` | {others[0]} | {others[1]} | {why} |")
     return lines

@@ -128,7 +128,7 @@ def _begun(folder: Path) -> list[str]:
     """Tests that any rank began, as far as the slowest came: the others may have been one ahead."""
     begun = [[line["begin"] for line in _lines(folder, rank) if "begin" in line] for rank in range(2)]
     names = [names for names in begun if names]
-    return list(dict.fromkeys(min(names, key=lambda each: len(set(each))))) if names else []
+    return list(dict.fromkeys(min(names, key=lambda name: len(set(name))))) if names else []
 
 
 def _joined(folder: Path, ranks: int, chosen: list[str] | None) -> Results:

@@ -123,7 +123,7 @@ def run_ranks(
         processes: list[_Process] = [] if spare is None else spare.forks(variables)
         try:
             if not processes:
-                processes += (_started(command, each, logs) for each in variables)
+                processes += (_started(command, own, logs) for own in variables)
             return _wait(processes, received, limit, grace, meanwhile)
         finally:
             _end(processes, 0)
@@ -203,7 +203,7 @@ def wait_to_begin() -> None:
     requests = line.makefile()
     while request := requests.readline():
         (launcher, variables), threads = json.loads(request), threading.active_count()
-        for each in variables:
+        for environment in variables:
             if between := os.fork():
                 os.waitpid(between, 0)
                 continue
@@ -215,9 +215,9 @@ def wait_to_begin() -> None:
                 time.sleep(0.001)
             if os.getppid() != launcher:
                 os._exit(FAILED)
-            line.sendall(json.dumps([int(each["RANK"]), os.getpid()]).encode() + b"\n")
+            line.sendall(json.dumps([int(environment["RANK"]), os.getpid()]).encode() + b"\n")
             line.close()
-            os.environ.update(each)
+            os.environ.update(environment)
             with contextlib.suppress(RuntimeError):  # of CUDA, if the spare has used it
                 if threads == 1:
                     if has_cuda:

@@ -137,16 +137,16 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
 
 def finish(draft: Draft) -> None:
     """Set what several keys decide: the batch, the layers of an adapter, what counts in the loss."""
-    each, accumulated, of_rank = "micro_batch_size", "gradient_accumulation_steps", "batch_size"
+    micro, accumulated, of_rank = "micro_batch_size", "gradient_accumulation_steps", "batch_size"
     linear = "lora_target_linear"
     if of_rank in draft.given and accumulated not in draft.given:
-        if draft.count(of_rank) % draft.count(each):
-            raise Wrong(f"{each} does not divide {of_rank}; change one of them")
-        draft.put("train.accumulate", draft.count(of_rank) // draft.count(each), of_rank, f"/ {each}")
+        if draft.count(of_rank) % draft.count(micro):
+            raise Wrong(f"{micro} does not divide {of_rank}; change one of them")
+        draft.put("train.accumulate", draft.count(of_rank) // draft.count(micro), of_rank, f"/ {micro}")
         accumulated = ""
     else:
         draft.tell(of_rank, "always", f"{accumulated} counts instead")
-    batch(draft, each, accumulated)
+    batch(draft, micro, accumulated)
     if draft.get("adapter"):
         if boolean(draft.get(linear, False)):
             draft.put("adapter.targets", "all-linear", linear)
@@ -163,4 +163,4 @@ def finish(draft: Draft) -> None:
     else:
         draft.tell(what, "always", "of effect with conversations")
     if draft.tree.get("data.format") == "prompt":
-        trl.policy(draft, each, "gradient_accumulation_steps")
+        trl.policy(draft, micro, "gradient_accumulation_steps")

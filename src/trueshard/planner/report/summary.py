@@ -335,14 +335,14 @@ def _memory(forecast: Forecast) -> list[str]:
 
 def imbalance_rows(study: Study) -> list[dict[str, Any]]:
     """Return ``imbalance`` and the forecast's fields at each imbalance of experts."""
-    return [{"imbalance": at, **dataclasses.asdict(each)} for at, each in study.imbalances]
+    return [{"imbalance": at, **dataclasses.asdict(result)} for at, result in study.imbalances]
 
 
 def _imbalances(study: Study) -> list[str]:
     head, rows = ("imbalance", "live", "reserved", "step", ""), []
-    for at, each in study.imbalances:
-        told = size(each.peak_live_bytes), size(each.peak_reserved_bytes), duration(each.step_seconds)
-        rows.append((f"{at:g}", *told, verdict(each).partition(";")[0]))
+    for at, result in study.imbalances:
+        words = size(result.peak_live_bytes), size(result.peak_reserved_bytes), duration(result.step_seconds)
+        rows.append((f"{at:g}", *words, verdict(result).partition(";")[0]))
     return ["By imbalance of experts, of the busiest rank", *table(head, rows, right=(0, 1, 2, 3))] if rows else []
 
 
