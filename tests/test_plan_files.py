@@ -173,7 +173,7 @@ ACCELERATE = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["tied, always, full"], ACCELERATE))
+@pytest.mark.parametrize("name", all_but([], ACCELERATE))
 def test_accelerate_takes_the_memory_of_the_forecast(name: str, fresh2: Ranks, tmp_path: Path) -> None:
     setting, tree = ACCELERATE[name], {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no"}
     keys = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}

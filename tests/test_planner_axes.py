@@ -144,6 +144,7 @@ def test_the_busiest_rank_gets_more_tokens_and_computes_more() -> None:
     assert said == [EQUAL_SHARES]
 
 
+@pytest.mark.rest
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor=3 × context=1 does not divide the 8 ranks"):
         forecast(tensor=3)

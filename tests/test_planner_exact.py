@@ -63,7 +63,7 @@ TWO: dict[str, Setting] = {
     "perceptron, offload": Setting("perceptron", words=CPU),
     "offload, bf16, full": Setting("llama", words=CPU | BF16 | FULL),
 }
-SHORT = ("offload, bf16, full", "perceptron, sharded sums", "wide, in parts")
+SHORT = ("offload, bf16, full", "wide, in parts")
 """not of the rest"""
 THREE: dict[str, Setting] = {
     "llama, uneven": Setting("llama uneven", ranks=(3,)),

@@ -282,6 +282,7 @@ def die(by: int) -> None:
     os.kill(os.getpid(), by)
 
 
+@pytest.mark.rest
 def test_a_process_that_is_killed_is_told_and_replaced() -> None:
     with pytest.raises(RuntimeError, match=naming("planner's process", "SIGKILL", "memory")):
         process.call(f"{__name__}:die", signal.SIGKILL)

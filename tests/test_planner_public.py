@@ -231,6 +231,7 @@ def refused(rank: int, world_size: int, text: str, words: dict[str, Any]) -> dic
     return told | {"same": photograph(model, optimizer) == before}
 
 
+@pytest.mark.rest
 def test_where_nothing_fits_every_rank_says_so_and_nothing_changed(ranks2: Ranks) -> None:
     first, second = ranks2.run(refused, "", AUTO | {"memory": "64KiB"}, timeout=150)
     assert first == second

@@ -52,6 +52,7 @@ def test_torchs_ring_is_what_is_counted() -> None:
     assert counts["all_to_all", "backward"] == context * TINY.layers
 
 
+@pytest.mark.rest
 def test_the_ring_ends_with_its_context() -> None:
     setting = Setting(TINY, 2, 1, 32, loss="compiled", context=2)
 

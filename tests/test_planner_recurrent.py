@@ -142,6 +142,7 @@ def test_mamba_2_keeps_and_computes_what_its_kernel_does() -> None:
     assert operations(made, "backward", model=True) == operations(made, "backward") - again
 
 
+@pytest.mark.rest
 def test_the_gated_delta_rule_keeps_and_computes_what_its_kernel_does() -> None:
     made = simulated(one_layer("Qwen3Next", num_hidden_layers=2))
     t, h, k, i, v, q, width = TOKENS, 2, 16, 4, 32, 64, 4

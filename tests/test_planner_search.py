@@ -356,6 +356,7 @@ def nothing(request: Space, budget: int) -> NothingFits:
     return caught.value
 
 
+@pytest.mark.rest
 def test_where_nothing_fits_it_says_by_how_much_and_what_would() -> None:
     request = space(tower(2), microbatch=4, choices=Options(**{**AUTO, "offload": "none"}, mixed_precision="bf16"))
     refused = nothing(request, 400 * MIB)
@@ -412,12 +413,14 @@ def test_offload_needs_the_memory_of_its_node() -> None:
     assert choose(space(tower(2), choices=offloaded, hardware=exact)).forecast.fits
 
 
+@pytest.mark.rest
 def test_an_offload_whose_host_memory_is_lacking_is_not_chosen() -> None:
     few = hardware("h100", host_memory_bytes=1 * MIB)
     refused = nothing(space(tower(2), hardware=few), 60 * MIB)
     assert "--host-memory" in str(refused)
 
 
+@pytest.mark.rest
 def test_what_fits_without_offload_comes_before_it() -> None:
     asked: list[str] = []
     other = studies.study()
@@ -432,6 +435,7 @@ def test_what_fits_without_offload_comes_before_it() -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.rest
 def test_a_space_that_is_expected_to_be_slower_is_not_studied() -> None:
     lines: list[str] = []
     best = choose(space(tower(2))).forecast.tokens_per_second_per_rank
