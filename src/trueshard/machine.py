@@ -64,11 +64,19 @@ def _limit(name: str) -> str:
 
 @contextlib.contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Collect no garbage inside: where many objects are made that stay, looking through all of them is in vain."""
+    """Collect no garbage inside: where many objects are made that stay, looking through all of them is in vain.
+
+    So it is right behind: with the next object the collector would go through all that are new. Frozen and unfrozen
+    they are among the oldest, as if it had; a full collection looks at them. Where the user has frozen objects, nothing
+    is unfrozen.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
