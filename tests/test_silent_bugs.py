@@ -52,8 +52,14 @@ def test_a_bug_is_found_where_it_is_and_no_alarm_is_raised_without_it(tmp_path: 
         ("mixed", "shard(), accumulating"),
         ("jamba", "shard(), 3 ranks"),
         ("roberta", "shard(mixed_precision='bf16')"),
+        ("qwen2_vl", "shard(mixed_precision='bf16')"),
+        ("whisper", "shard(mixed_precision='bf16')"),
+        ("marian", "shard(exact=True)"),
     ],
-    ids=["ddp", "tensor", "parts of a loss", "sums in bf16", "rows that a router sorts", "a gradient near zero"],
+    ids=[
+        *("ddp", "tensor", "parts of a loss", "sums in bf16", "rows that a router sorts", "a gradient near zero"),
+        *("a norm's bias in bf16", "what follows from it in the optimizer", "a gradient of few steps of the grid"),
+    ],
 )
 def test_clean_runs_raise_no_alarm(name: str, way: str) -> None:
     result = clean.compared(name, way)

@@ -4,7 +4,7 @@
   compared row by row; what is not, only where a pass has the very samples of one of the other run.
 - In backward a row counts up to a factor of its own, that of the first gradient which the model gets: a mean over fewer
   samples has larger gradients. What that makes of a step's gradients is compared where they are summed.
-- What tensors may be apart follows from a third recording, of the first run with parameters a rounding error away.
+- What tensors may be apart follows from a third recording, of the first run with other roundings (``disturbing``).
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ def _unsure(first: Recording, second: Recording, step: int, name: str, allowed: 
         both = [[run.read(content) for content in run.of_ranks(key)[:1]] for run in (first, second)]
         if all(both) and both[0][0].shape == both[1][0].shape:
             one, two = both[0][0].double(), both[1][0].double()
-            least = allowed("clipped gradients", at, name) * one.square().mean().sqrt()
+            # Measured of "gradients" in any case: who does not clip has no others, and clipping changes no ratio.
+            least = allowed("gradients", at, name) * one.square().mean().sqrt()
             result = result | ((one != two) & (one.abs() <= least))
     return result
 
@@ -323,7 +324,7 @@ def verify_runs(
     Args:
         first: folder of a recording: of the run that is right, if one is. See ``record``.
         second: folder of the other one, of any number of ranks.
-        shaken: a recording of the first run with parameters a rounding error away; None: fixed tolerances.
+        shaken: a recording of the first run with other roundings; None: fixed tolerances.
         exact: no bit may differ.
 
     Returns:

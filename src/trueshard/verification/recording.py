@@ -36,10 +36,11 @@ from trueshard.files import replace_text, replacing
 from trueshard.model.names import held_tensors, unwrap
 from trueshard.optim.rebind import leaves
 from trueshard.verification import compare
+from trueshard.verification.disturbing import Disturbance
 from trueshard.verification.modules import Place, Recorder
 
 FOLDER, STEPS, SHAKEN, STOPS = (f"TRUESHARD_RECORD{end}" for end in ("", "_STEPS", "_SHAKEN", "_STOPS"))
-"""Environment variables: folder; steps (3); begin a rounding error away; end the program after the steps."""
+"""Environment variables: folder; steps (3); disturb by rounding; end the program after the steps."""
 INDEX = "record.json"
 
 
@@ -68,7 +69,8 @@ class _Recording(Recorder):
         super().__init__(nn.Identity(), self._keep, compare.full)
         self.model: nn.Module | None = None
         self._folder, self._steps = folder, int(os.environ.get(STEPS, "3"))
-        self._step, self._random = 0, torch.Generator().manual_seed(0)
+        self._step = 0
+        self._disturbance: Disturbance | None = None
         self._stepped: set[int] = set()
         self._given: list[Any] = []
         self._rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -125,8 +127,9 @@ class _Recording(Recorder):
         if any(isinstance(parameter, FlatParameter) for parameter in trained.values()):
             raise TrueShardValueError("the model's parameters are flat (FSDP 1): give it use_orig_params=True")
         self._notes["trained"] = list(trained)
-        for parameter in trained.values() if os.environ.get(SHAKEN) else ():
-            compare.shake(parameter, torch.promote_types(parameter.dtype, torch.float32), self._random)
+        if os.environ.get(SHAKEN):
+            self._disturbance = Disturbance(root)
+            self._disturbance.parameters(trained.values())
         self._keep_all("parameters", 0)
         for module in modules:  # before FSDP2 gathers parameters for the pass
             module.register_forward_pre_hook(self._before_pass, prepend=True)
@@ -220,14 +223,10 @@ class _Recording(Recorder):
         return names if names or (held and any(optimizer is given for given in self._given)) else None
 
     def _keep_gradients(self) -> None:
-        """Keep gradients as they are before clipping; where rounding is measured, a rounding error away."""
-        if os.environ.get(SHAKEN) and not self._stepped:
-            dtypes = [dtype for dtype in compare.FLOORS if str(dtype).removeprefix("torch.") in self._notes["dtypes"]]
-            lowest = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-            errors = compare.SHAKE if lowest.itemsize > 2 else 1.0  # of ranks' sums: more would hide what is wrong
-            for held in held_tensors(self._model, "parameters"):
-                if held.tensor.grad is not None:
-                    compare.shake(held.tensor.grad, lowest, self._random, errors)
+        """Keep gradients as they are before clipping; where rounding is measured, disturbed."""
+        if self._disturbance is not None and not self._stepped:
+            named = [(held.name, held.tensor) for held in held_tensors(self._model, "parameters")]
+            self._disturbance.gradients(named, self._notes["dtypes"])
         self._keep_all("gradients", self._step)
 
     def _keep_all(self, kind: str, step: int) -> None:
