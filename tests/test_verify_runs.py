@@ -84,6 +84,36 @@ lightning.Trainer(accelerator="cpu", devices=world, strategy=STRATEGY if world >
     gradient_clip_val=LIMIT, use_distributed_sampler=False,
     logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Module(), loader)
 """
+PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from trueshard.verification import record
+class Stage(nn.Module):  # has some of the parts
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.ModuleDict({str(i): part for i, part in enumerate(parts)})
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+model = Stage(model)
+if world > 1:
+    dist.init_process_group("gloo")
+    for name in set(model.parts) - MINE:
+        del model.parts[name]
+rows = [data[step * 4 : step * 4 + 4] for step in range(options.steps)]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loss = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), batch.flatten())
+stage = lambda number, part: PipelineStage(part, number, 4, torch.device("cpu"))
+if world > 1:
+    schedule = SCHEDULE
+for batch in rows:
+    if world == 1:
+        loss(model(batch), batch).backward()
+    else:
+        schedule.step(batch) if rank == 0 else schedule.step(target=batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 STACKS = {
     "ddp": """
 if world > 1:
@@ -149,34 +179,14 @@ if world > 1:
     clip = lambda _, norm: model.clip_grad_norm_(norm)
 train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), clip=clip)
 """,
-    "pipeline": """
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-class Stage(nn.Module):  # has some of the parts
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = nn.ModuleDict({str(i): part for i, part in enumerate(parts)})
-    def forward(self, x):
-        for part in self.parts.values():
-            x = part(x)
-        return x
-model = Stage(model)
-if world > 1:
-    dist.init_process_group("gloo")
-    for name in ("2", "3") if rank == 0 else ("0", "1"):
-        del model.parts[name]
-rows = [data[step * 4 : step * 4 + 4] for step in range(options.steps)]
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loss = lambda output, batch: nn.functional.cross_entropy(output.flatten(0, 1), batch.flatten())
-if world > 1:
-    schedule = Schedule1F1B(PipelineStage(model, rank, world, torch.device("cpu")), 2, loss)
-for batch in rows:
-    if world == 1:
-        loss(model(batch), batch).backward()
-    else:
-        schedule.step(batch) if rank == 0 else schedule.step(target=batch)
-    optimizer.step()
-    optimizer.zero_grad()
-""",
+    "pipeline": PIPELINE.replace("MINE", '({"0", "1"} if rank == 0 else {"2", "3"})').replace(
+        "SCHEDULE", 'Schedule1F1B(PipelineStage(model, rank, world, torch.device("cpu")), 2, loss)'
+    ),
+    "interleaved": PIPELINE.replace("MINE", '({"0", "2"} if rank == 0 else {"1", "3"})')
+    .replace("loss = ", "record(model)  # it is not called as a whole\nloss = ", 1)
+    .replace(
+        "SCHEDULE", "ScheduleInterleaved1F1B([stage(int(name), part) for name, part in model.parts.items()], 2, loss)"
+    ),
 }
 
 
@@ -203,7 +213,7 @@ def test_a_script_on_several_processes_agrees_with_itself_on_one(tmp_path: Path,
     assert report["held"], report
     details = {point["name"]: point["detail"] for point in report["points"]}
     # What a rank has of the output of `up` in both blocks; the model's own borders, of which a stage has a part
-    parts = {"tensor": 2, "pipeline": 2}.get(stack, 0)
+    parts = {"tensor": 2, "pipeline": 2, "interleaved": 2}.get(stack, 0)
     assert lacking(details["forward"], 18 - parts) == []
     assert lacking(details["parameters"], 11) == []
     assert lacking(details["state"], 33) == []

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class _Recording(Recorder):
         self._stepped: set[int] = set()
         self._given: list[Any] = []
         self._rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._calls_of: Counter[tuple[int, str]] = Counter()
+        """Passes that begin at a module, by step and name."""
         self._entries: dict[tuple[str, int, str], str] = {}
         self._notes: dict[str, Any] = {"in the optimizer": {}, "dtypes": {}, "is later stage": False}
         call, clip = nn.Module.__call__, functools.partial(self._clip, nn.utils.clip_grad_norm_)
@@ -121,7 +123,7 @@ class _Recording(Recorder):
             self._own.mkdir(parents=True)
         except FileExistsError:
             raise TrueShardValueError(f"{self._own} is there already; record in another folder") from None
-        modules = _torch.every_module(outermost)
+        modules = list(dict.fromkeys([*_torch.every_module(outermost), *_torch.every_module(root)]))
         self._flat = next((module for module in modules if isinstance(module, FullyShardedDataParallel)), None)
         trained = {held.name: held.tensor for held in held_tensors(root, "parameters") if held.tensor.requires_grad}
         if any(isinstance(parameter, FlatParameter) for parameter in trained.values()):
@@ -151,14 +153,25 @@ class _Recording(Recorder):
             if passes and not all(tensor.is_leaf for tensor in tensors):  # the second of several parts of a pass
                 self._is_forward = True
             else:
-                self._notes["is later stage"] |= any(tensor.requires_grad for tensor in tensors)  # of a pipeline
-                self.begin(0, len(passes))
-                count = next((tensor.size(0) for tensor in tensors if tensor.ndim), 0)
-                batch = [tensor.detach() for tensor in tensors if tensor.ndim and tensor.size(0) == count]
-                inner = next((tensor.size(1) for tensor in batch if tensor.ndim > 1), 1)
-                hashes = [[_hash(tensor[row]) for row in range(count)] for tensor in batch]
-                passes.append({"count": count, "inner": inner, "hashes": hashes})
+                self._begin_pass(name, tensors)
         return super()._before(name, module, args, kwargs)
+
+    def _begin_pass(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Begin a pass at a module, and keep the hashes of its samples.
+
+        Of several stages of a pipeline on one rank, a later one goes on with the passes that the first has begun.
+        """
+        is_later, passes = any(tensor.requires_grad for tensor in tensors), self._rows[self._step]
+        number = self._calls_of[self._step, name] if is_later else len(passes)
+        self._calls_of[self._step, name] += 1
+        self.begin(0, number)
+        if number == len(passes):
+            self._notes["is later stage"] |= is_later
+            count = next((tensor.size(0) for tensor in tensors if tensor.ndim), 0)
+            batch = [tensor.detach() for tensor in tensors if tensor.ndim and tensor.size(0) == count]
+            inner = next((tensor.size(1) for tensor in batch if tensor.ndim > 1), 1)
+            hashes = [[_hash(tensor[row]) for row in range(count)] for tensor in batch]
+            passes.append({"count": count, "inner": inner, "hashes": hashes})
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         super()._after(name, module, args, output)
