@@ -28,6 +28,7 @@ from test_recipes import overrides_of, trained
 from trueshard.checkpoint.snapshot_parts import ROOT
 from trueshard.checkpoint.snapshots import newest_parts
 from trueshard.train.metrics.step_metrics import MetricsWriter
+from trueshard.train.run.worker import _lost_peer as lost_peer
 
 EACH_STEP = ("train.memory_every=1", "train.checkpoint_every=1000")
 PRETRAIN = (*overrides_of("pretrain"), "evaluation.every=50", "train.batch_size=8", "model.fields.hidden_size=32")
@@ -193,6 +194,23 @@ def test_a_run_of_which_memory_has_damaged_steps_alone_begins_again(
     assert "Resumed" not in said
     ranks.run(run_once, str(memory), name, str(tmp_path / "undisturbed"), words, timeout=240)
     hold_weights(tmp_path, 6)
+
+
+def save_alone(rank: int, world_size: int, folder: str) -> None:
+    model = SETUPS["tied"].build()
+    trueshard.shard(model)
+    trueshard.save(Path(folder, "first"), model=model)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="not every rank came") as caught:
+        trueshard.save(Path(folder, "second"), model=model)
+    Path(folder, "known").write_text(str(lost_peer(caught.value)))
+
+
+def test_a_rank_that_is_lost_while_others_save_is_no_fault_of_theirs(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        Ranks(2, pool).run(save_alone, str(tmp_path))
+    assert (tmp_path / "known").read_text() == "True"
 
 
 @pytest.mark.parametrize("way", WAYS)

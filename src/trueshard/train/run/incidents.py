@@ -36,12 +36,13 @@ class Incident:
             return cls(**json.loads(environment[VARIABLE]))
         if not int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")):
             return None
-        since = time.time()
-        if environment["RANK"] == "0":
-            with contextlib.suppress(OSError):  # all ranks of this host were killed
-                since = (folder / LOST).stat().st_mtime
-                (folder / LOST).unlink()
-        return cls("a process was lost", since, {})
+        return cls("a process was lost", _noticed(int(environment["RANK"]), folder), {})
+
+    @classmethod
+    def of_another_host(cls, rank: int, folder: Path) -> Incident:
+        """Return the incident for a rank on a host that came in the place of a lost one, once the others said so."""
+        since = _noticed(rank, folder)
+        return cls("a host was replaced", since, {"the host in its place": round(time.time() - since, 3)})
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that tell the next workers."""
@@ -57,6 +58,16 @@ class Incident:
     def seconds(self) -> float:
         """Seconds from the loss to the last mark."""
         return round(self._last - self._since, 3)
+
+
+def _noticed(rank: int, folder: Path) -> float:
+    """Return when a rank noticed a loss; now if nobody can have, since all ranks of this host were killed."""
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            since = (folder / LOST).stat().st_mtime
+            (folder / LOST).unlink()
+            return since
+    return time.time()
 
 
 class IncidentReport(Callback):

@@ -222,24 +222,29 @@ def _fix_kernels(device: torch.device) -> None:
 def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) -> Ready:
     """Check on rank 0, which makes what is missing, then on the others. An error is raised on all ranks."""
     ready: Ready | None = None
-    message: list[Any] = ["", None, False]
+    message: list[Any] = ["", None]
     # Making data may take hours, in which the others must not run into run.timeout.
     patient = dist.new_group(backend="gloo", timeout=DATA_LIMIT)
     if world.rank == 0:
         try:
             locks.enter_context(held(worker.config.run.folder))
             ready = _check_first(worker, world)
-            # Each torchrun counts its own restarts: rank 0 says for all whether this is one.
-            message[1:] = ready.config, worker.incident is not None and any(newest_steps(ready.config))
+            message[1] = ready.config
         except UserError as error:
             message[0] = str(error)
     dist.broadcast_object_list(message, src=0, group=patient)
-    dist.destroy_process_group(patient)
-    problem, config, goes_on = message
+    problem, config = message
     if problem:
         raise UserError(problem)
     ready = ready or check(config, world.size, make=False, override=worker.override)
-    return dataclasses.replace(ready, goes_on=goes_on)
+    # Each torchrun counts its own restarts, and that of a host in another's place begins at 0, with no step in memory.
+    is_loss = worker.incident is not None
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, (is_loss, is_loss and any(newest_steps(ready.config))), group=patient)
+    dist.destroy_process_group(patient)
+    if any(loss for loss, _ in everyone) and not is_loss:
+        worker.incident = Incident.of_another_host(world.rank, ready.folder)
+    return dataclasses.replace(ready, goes_on=any(has_step for _, has_step in everyone))
 
 
 def _check_first(worker: _Worker, world: World) -> Ready:
@@ -299,7 +304,9 @@ def _lost_peer(error: Exception) -> bool:
     # not communicate.
     file, by_raise = raised_in(error)
     path = Path(file).parts
-    return type(error) is RuntimeError and not by_raise and {"torch", "distributed"} <= {*path} and "tensor" not in path
+    if type(error) is RuntimeError and not by_raise and {"torch", "distributed"} <= {*path} and "tensor" not in path:
+        return True
+    return isinstance(error.__cause__, Exception) and _lost_peer(error.__cause__)  # as that of a save
 
 
 def _leave(worker: _Worker, end: _End) -> NoReturn:
