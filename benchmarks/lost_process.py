@@ -28,6 +28,8 @@ RESTARTS = 3
 TEXTS = ("json", "email", "asyncio", "http")
 """Packages of the standard library whose source is the text."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--max-restarts={RESTARTS}")
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""For peers: else ranks that torchrun (2.13) starts again read the addresses of the dead, and now and then hang."""
 CONFIG = """
 [run]
 dir = "run"
@@ -111,7 +113,7 @@ def _ways(folder: Path, quick: bool) -> tuple[list[Way], dict[str, Command]]:
 
     def peer(way: str, every: int = 0) -> Command:
         words = ("-m", "benchmarks.peers.lost", way, "{folder}", "--every", str(every), *small)
-        return Command(((*TORCHRUN, f"--nproc-per-node={RANKS}", *words),))
+        return Command(((*TORCHRUN, f"--nproc-per-node={RANKS}", *words),), variables=(OWN_STORE,))
 
     launched = train(("-m", "trueshard"), *ours, *memory)
     torchrun = (*TORCHRUN, f"--nproc-per-node={RANKS}", "-m", "trueshard")
@@ -198,7 +200,9 @@ def _note(found: dict[str, list[Sample]]) -> str:
         "over that of runs of the same turn that "
         "keep nothing. FSDP2: `fully_shard` by hand and `torch.distributed.checkpoint.async_save`, one under way at a "
         'time. Lightning: `ModelParallelStrategy`, `ModelCheckpoint` at each step, `ckpt_path="last"`. All that '
-        f"restart do so by `torchrun --max-restarts` or our launcher. torchft: two replicas of its DDP, each whole in "
+        "restart do so by `torchrun --max-restarts` or our launcher; peers with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, "
+        "without which ranks that torchrun starts again may hang on addresses of the dead. "
+        "torchft: two replicas of its DDP, each whole in "
         "one process, under a lighthouse with the settings of its documentation; it is held against torch's DDP, and "
         "shards nothing, so its step is not that of the others: its run goes on with half the batch until the lost "
         "replica is back. Not compared: several hosts, GPUs, networks, a cold cache of files. Parts of the seconds, "
