@@ -35,9 +35,11 @@ WAITS: dict[str, dict[str, int]] = {
     "state_hash": {"checkpoint/hashing.py": 1},
 }
 """Where a step of ours waits, and how often."""
-BY_ELEMENT = [
-    label for label in WAITS if label.startswith("AdamW") and label not in ("AdamW, exact", "AdamW, token_mean")
+CHEAP = [
+    *(label for label in WAITS if label.startswith("AdamW") and label not in ("AdamW, exact", "AdamW, token_mean")),
+    "Trainer",
 ]
+"""Steps that launch at most a tenth more than those by hand, and wait no more often."""
 
 
 def places(count: dict[str, Any]) -> dict[str, int]:
@@ -53,7 +55,7 @@ def check(counts: dict[str, Any]) -> None:
             assert key is not None, f"{label}: {number} × {place}"
             expected[key] -= number
         assert not any(expected.values()), (label, expected, here)
-        if label in BY_ELEMENT:
+        if label in CHEAP:
             assert ours["waits"] <= by_hand["waits"], label
             assert ours["operations"] <= 1.1 * by_hand["operations"], label
 

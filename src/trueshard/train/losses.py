@@ -253,7 +253,9 @@ def summed(
     """Return the summed cross entropy of a plain linear head: 0-dim, float32 or wider. Its backward can run once."""
     weight, bias = linear.weight, linear.bias
     if hidden.dtype in (torch.float32, torch.float64) and hasattr(nn, "LinearCrossEntropyOptions"):
-        options = nn.LinearCrossEntropyOptions()
+        # Torch's own choice would be pieces of some ten kernels each over a few rows.
+        rows = None if hidden.device.type == "cpu" else _rows_of_piece(hidden, weight)
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORED, options=options
         )
@@ -306,10 +308,7 @@ class _Summed(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
         to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         to_bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
-        pieces = -(-weight.shape[0] // weight.shape[1])  # so the logits of a piece are no larger than ``hidden``
-        rows = -(-hidden.shape[0] // pieces) or 1
-        if hidden.device.type != "cpu":
-            rows = max(rows, _ROWS)
+        rows = _rows_of_piece(hidden, weight)
         for begin in range(0, hidden.shape[0], rows):
             some, target = hidden[begin : begin + rows], targets[begin : begin + rows]
             counts = target.ne(IGNORED).unsqueeze(1)
@@ -338,6 +337,16 @@ class _Summed(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradient of this loss was taken already; compute the loss again")
         return *(None if grad is None else grad.mul_(slopes[0].to(grad.dtype)) for grad in gradients), None, None
+
+
+def _rows_of_piece(
+    hidden: torch.Tensor,  # [rows, features]
+    weight: torch.Tensor,  # [vocabulary, features]
+) -> int:
+    """Return the rows whose logits are no larger than ``hidden``, at least 1; more on an accelerator."""
+    pieces = -(-weight.shape[0] // weight.shape[1])
+    rows = -(-hidden.shape[0] // pieces) or 1
+    return rows if hidden.device.type == "cpu" else max(rows, _ROWS)
 
 
 def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
