@@ -282,6 +282,34 @@ def test_checkpoints_beside_a_default_device(rank: int, world_size: int, tmp_pat
     assert_same(parameters(model), expected)
 
 
+class Drawn:
+    """Samples drawn on torch's default device."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(2)
+
+
+@rest
+@on("devices")
+def test_a_loader_beside_a_default_device(rank: int, world_size: int) -> None:
+    """What samples draw there follows from the seed, too, and the training's own draws are left alone."""
+    torch.set_default_device("cuda")
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    passes = []
+    for seed in (5, 6):  # of the training
+        torch.manual_seed(seed)
+        passes.append([trueshard.gather(batch) for batch in trueshard.loader(Drawn(), world_size)])
+        assert (torch.rand(1) == expected) == (seed == 5)
+    torch.set_default_device(None)
+    assert passes[0][0].device.type == "cuda"
+    assert torch.equal(*map(torch.cat, passes))
+    assert len(torch.cat(passes[0]).unique()) == 16
+
+
 @rest
 def test_an_offloaded_job_is_rehearsed() -> None:
     job = Setting("perceptron", words={"offload": "cpu"}).job()

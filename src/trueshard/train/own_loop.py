@@ -70,9 +70,13 @@ class _Batches(IterableDataset[Any]):
             raise TrueShardValueError("the dataset has no sample, or less than a step, which drop_last leaves out")
 
     def _draw(self, get: Callable[[Any], Any], passes: int, number: int) -> Any:
-        """Get a sample; what it draws from torch (CPU), Python and numpy follows from seed, pass and number alone."""
+        """Get a sample; what it draws from torch (on the CPU; outside of workers also on an accelerator that is torch's
+        default device), Python and numpy follows from seed, pass and number alone.
+        """
         seed = seed_of(self.seed, passes, number)
         torch.default_generator.manual_seed(seed)
+        if self.worker is None and (device := torch.get_default_device()).type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)  # noqa: NPY002 - what user code draws from
         return get(number)
@@ -137,15 +141,17 @@ class OwnLoader:
         if self._begun:  # and left early
             self._place = {"passes": self.passes + 1, "samples": 0}
         self.meet().place, self._begun = self._place, True
+        device = torch.get_default_device()
         if self._torch is None:
-            generator = torch.Generator()  # of its own: else each pass would draw from the training's
+            # Of its own: else each pass would draw from the training's. On the device on which torch draws from it.
+            generator = torch.Generator(device)
             self._torch = DataLoader(self._batches, batch_size=None, generator=generator, **self._options)
-        before, made = random_states(None), iter(self._torch)
+        before, made = random_states(device), iter(self._torch)
         while (item := next(made, None)) is not None:
             set_random_states(before)
             batch, self.repeated, self._place = item
             yield batch
-            before = random_states(None)
+            before = random_states(device)
         set_random_states(before)
         self._place, self._begun = {"passes": self.passes + 1, "samples": 0}, False
 
