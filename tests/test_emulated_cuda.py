@@ -98,6 +98,13 @@ LACKING = """
     file.seek(0)
     assert torch.load(file).device.type == "cuda"
     assert torch.UntypedStorage(4, device="cuda").device.type == "cuda"
+    draws = [torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(7)) for _ in range(2)]
+    assert torch.equal(*draws)
+    for device, generator in (("cuda", torch.Generator()), ("cpu", torch.Generator("cuda"))):
+        try:
+            torch.empty(3, device=device).random_(generator=generator)
+        except RuntimeError as error:
+            print(error)
 """
 COLLECTIVES = {
     "the first NCCL call of a group": """
@@ -151,6 +158,8 @@ def test_cells_and_storages_that_a_build_for_the_cpu_lacks_are_there(tmp_path: P
     done = run([sys.executable, program(tmp_path, LACKING)], devices=1)
     assert done.code == 0, done.output
     assert not done.faults
+    for one, other in (("cuda", "cpu"), ("cpu", "cuda")):
+        assert f"Expected a '{one}' device type for generator but found '{other}'" in done.output
 
 
 @pytest.mark.rest

@@ -78,10 +78,32 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream&) const override { record_stream(pointer); }
 };
 
+// Of a device to all who ask; the numbers are those of a generator of the CPU.
+struct DeviceGenerator final : c10::GeneratorImpl {
+  at::Generator inner;
+  DeviceGenerator(int device, at::Generator made)
+      : GeneratorImpl(cuda(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)), inner(std::move(made)) {}
+  c10::GeneratorImpl* host() const { return inner.unsafeGetGeneratorImpl(); }
+  void set_current_seed(uint64_t seed) override { host()->set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { host()->set_offset(offset); }
+  uint64_t get_offset() const override { return host()->get_offset(); }
+  uint64_t current_seed() const override { return host()->current_seed(); }
+  uint64_t seed() override { return host()->seed(); }
+  void set_state(const c10::TensorImpl& state) override { host()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host()->get_state(); }
+  GeneratorImpl* clone_impl() const override { return new DeviceGenerator(device_.index(), inner.clone()); }
+};
+
+const at::Generator& on_host(const at::Generator& given) {
+  auto* own = dynamic_cast<DeviceGenerator*>(given.unsafeGetGeneratorImpl());
+  TORCH_CHECK(own, "Expected a 'cuda' device type for generator but found '", given.device().type(), "'");
+  return own->inner;
+}
+
 const at::Generator& generator(int device) {
   static std::vector<at::Generator> all = [] {
     std::vector<at::Generator> made;
-    for (int i = 0; i < 8; ++i) made.push_back(at::detail::createCPUGenerator(1234));
+    for (int i = 0; i < 8; ++i) made.push_back(at::make_generator<DeviceGenerator>(i, at::detail::createCPUGenerator(1234)));
     return made;
   }();
   return all[resolved(device)];
@@ -111,7 +133,8 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return generator(d); }
   at::Generator getNewGenerator(c10::DeviceIndex d) const override {
-    return gives_default_generators ? generator(d) : at::detail::createCPUGenerator();
+    if (gives_default_generators) return generator(d);
+    return at::make_generator<DeviceGenerator>(resolved(d), at::detail::createCPUGenerator());
   }
   at::Device getDeviceFromPtr(void* pointer) const override { return cuda(resolved(device_of(pointer))); }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }

@@ -96,7 +96,9 @@ struct Call {
       } else if (value.isDevice() && value.toDevice().is_cuda()) {
         value = at::Device(at::kCPU);
       } else if (declared.name() == "generator" && value.isNone()) {
-        value = generator(device);
+        value = on_host(generator(device));
+      } else if (value.isGenerator() && has_device) {
+        value = on_host(value.toGenerator());
       }
     }
     TORCH_CHECK(!(has_cpu && has_device), name, ": Expected all tensors to be on the same device, but found cuda:", device, " and cpu (emulated CUDA)");
