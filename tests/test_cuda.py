@@ -425,7 +425,7 @@ def test_exact_norms_and_hashes_take_large_pieces() -> None:
         assert [each.waits.total() for each in costs] == [0, 1, 0, 0]
 
 
-NORM, HASH = 57, 35
+NORM, HASH = 55, 35
 """Operations of two pieces: with pieces of a CPU's cache it would be 1,100 and 2,500."""
 
 

@@ -35,11 +35,9 @@ WAITS: dict[str, dict[str, int]] = {
     "state_hash": {"checkpoint/hashing.py": 1},
 }
 """Where a step of ours waits, and how often."""
-CHEAP = [
-    *(label for label in WAITS if label.startswith("AdamW") and label not in ("AdamW, exact", "AdamW, token_mean")),
-    "Trainer",
-]
-"""Steps that launch at most a tenth more than those by hand, and wait no more often."""
+MOST = {label: 1.1 for label in WAITS if label.startswith("AdamW") and label != "AdamW, token_mean"}
+MOST |= {"AdamW, exact": 1.35, "Trainer": 1.1}
+"""Operations of a step by those of the same step by hand, at most; it waits no more often either."""
 
 
 def places(count: dict[str, Any]) -> dict[str, int]:
@@ -55,9 +53,9 @@ def check(counts: dict[str, Any]) -> None:
             assert key is not None, f"{label}: {number} × {place}"
             expected[key] -= number
         assert not any(expected.values()), (label, expected, here)
-        if label in CHEAP:
+        if label in MOST:
             assert ours["waits"] <= by_hand["waits"], label
-            assert ours["operations"] <= 1.1 * by_hand["operations"], label
+            assert ours["operations"] <= MOST[label] * by_hand["operations"], label
 
 
 @pytest.mark.rest

@@ -57,9 +57,11 @@ def below(value: float) -> float:
 
 
 def largest_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value, 0-dim, NaN if there is one: on a CPU many times faster than a norm."""
+    """Return the largest absolute value, 0-dim, NaN if there is one."""
     if not values.numel():
         return values.new_zeros(())
+    if values.device.type != "cpu":
+        return torch.linalg.vector_norm(values, math.inf)  # one kernel; on a CPU many times slower than what follows
     least, most = torch.aminmax(values)
     return torch.maximum(-least, most)
 
@@ -79,9 +81,9 @@ def norm(groups: Sequence[ShardGroup], order: float, count: int) -> torch.Tensor
     peaks = torch.zeros(2, dtype=torch.float64, device=device)  # largest; 1.0 if there is NaN, which a maximum may lose
     for group in groups:
         local = torch.zeros_like(peaks)
-        for piece in group.pieces:
-            peak = largest_of(piece).to(local)
-            local = torch.maximum(local, torch.stack([peak.nan_to_num(0.0, math.inf), peak.isnan().to(local)]))
+        if found := [largest_of(piece).to(local) for piece in group.pieces]:
+            each = torch.stack(found)
+            local = torch.stack([each.nan_to_num(0.0, math.inf).amax(), each.isnan().any().to(local)])
         if group.ranks is not None:
             local = all_reduce_over(group.ranks, local, dist.ReduceOp.MAX)
         peaks = torch.maximum(peaks, local)
@@ -115,10 +117,11 @@ def _sums(values: torch.Tensor, order: float, grids: tuple[float, float]) -> tor
     ``values`` are written to.
     """
     powers = values.square_() if order == 2 else values.abs_().pow_(order)
-    sums = []
-    for quantum in grids:
+
+    def on_grid(quantum: float) -> torch.Tensor:
         shift = 1.5 * 2.0**52 * quantum  # adding it leaves no digit below the quantum
-        rounded = (powers + shift).sub_(shift)
-        sums.append(rounded.sum())
-        powers -= rounded
-    return torch.stack(sums)
+        return (powers + shift).sub_(shift)
+
+    rounded = on_grid(grids[0])
+    powers -= rounded
+    return torch.stack([rounded.sum(), on_grid(grids[1]).sum()])

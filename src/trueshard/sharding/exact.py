@@ -170,10 +170,15 @@ class ExactSums:
         """Name → exponent of the grid's step; a tie for each of its names."""
         self._hooked: Any = WeakTensorKeyDictionary()
         """Leaves that have the hook that rounds: FSDP2 keeps a gathered parameter's object from pass to pass."""
-        self._largest: dict[str, torch.Tensor] = {}
-        """Name → sum over microbatches of the largest element of this rank's gradient, in units of the grid: 0-dim."""
-        self._peaks: dict[str, torch.Tensor] | None = {}
-        """Name → the largest element itself, in the first step that is rounded; None afterwards."""
+        self._largest: dict[str, list[torch.Tensor]] = {}
+        """Name → the largest element of this rank's gradient, 0-dim, for each microbatch of the step. What is computed
+        from them is computed at its end, of all parameters at once: a kernel more for each would cost its launch."""
+        self._finest = 0.0
+        """Largest ``below(factor)`` of those microbatches."""
+        self._units: torch.Tensor | None = None
+        """Steps of the grid in 1.0 at factor 1, by name in order: (parameters,), float64, on the device."""
+        self._is_first = True
+        """True until a step that was rounded has ended: of that, largest elements are looked at."""
         self._rounds = True
         """False in a backward whose gradient is no sum: one microbatch on one rank."""
         self._reductions: dict[str, int] = {}
@@ -202,6 +207,7 @@ class ExactSums:
             exponent = next(hits, EXPONENT)
             for name in called:  # FSDP2 tells one name of a tie later
                 self._exponents.setdefault(name, exponent)
+        self._units = None
 
     def knows(self, parameters: Iterable[torch.Tensor]) -> bool:
         """True if all ``parameters`` were named; an assigned state dict brings new ones."""
@@ -240,11 +246,8 @@ class ExactSums:
             return None
         quantum = self.quantum(name)
         with torch.no_grad():
-            peak = largest_of(_torch.local(grad)).double() / quantum
-            earlier = self._largest.get(name)
-            self._largest[name] = peak if earlier is None else earlier + peak
-            if self._peaks is not None:
-                self._peaks[name] = torch.maximum(self._peaks.get(name, peak), peak)
+            self._largest.setdefault(name, []).append(largest_of(_torch.local(grad)))
+            self._finest = max(self._finest, below(self.factor))
             return to_grid(grad, quantum)
 
     def divide_by(self, total: int) -> float:
@@ -279,20 +282,19 @@ class ExactSums:
                 "accumulated was reduced apart from what came last, and those do not add up exactly: call backward() "
                 "after each forward; for a module that the model itself calls again, choose larger units"
             )
-        self.factor, largest = 1.0 / self.mesh.size(), self._largest
-        self._largest = {}
-        if not self._rounds:
+        self.factor = 1.0 / self.mesh.size()
+        if not self._rounds or is_simulated(self.mesh):
+            self.forget()
             return
-        peaks, self._peaks = self._peaks, None
-        if is_simulated(self.mesh):
-            return
+        is_first, self._is_first = self._is_first, False
         called = sorted(set(self._names.values()))
-        sums = all_reduce(self._in_order(called, largest), self.mesh)
+        largest = self._in_steps(called)
+        sums = all_reduce(largest.sum(0), self.mesh)
         self._unread = _Check.begin(called, sums)
-        if sums.device.type == "cpu" or peaks is not None:
+        if sums.device.type == "cpu" or is_first:
             self.read()
-        if peaks is not None:
-            most = all_reduce(self._in_order(called, peaks), self.mesh, dist.ReduceOp.MAX).tolist()
+        if is_first:
+            most = all_reduce(largest.amax(0), self.mesh, dist.ReduceOp.MAX).tolist()
             self._tell_of_coarse(dict(zip(called, most, strict=True)))
 
     def read(self) -> None:
@@ -303,9 +305,20 @@ class ExactSums:
         if check is not None and check.fails():
             self._refuse(check)
 
-    def _in_order(self, called: Sequence[str], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=device_of(self.mesh))
-        return torch.stack([values.get(name, zero).to(zero) for name in called])
+    def _in_steps(self, called: Sequence[str]) -> torch.Tensor:
+        """Return the largest elements, in steps of the grid: (microbatches, parameters), float64; 0 where there is
+        none. Drops their record.
+        """
+        largest, finest = self._largest, self._finest
+        self.forget()
+        if self._units is None:
+            units = [math.ldexp(1.0, -self._exponents[name]) for name in called]
+            self._units = torch.tensor(units, dtype=torch.float64).to(device_of(self.mesh))
+        count = max(map(len, largest.values()), default=1)
+        zero = next((few[0].new_zeros(()) for few in largest.values()), self._units.new_zeros(()))
+        padded = [[*few, *[zero] * (count - len(few))] for few in (largest.get(name, []) for name in called)]
+        peaks = torch.stack([few[number] for number in range(count) for few in padded])
+        return peaks.to(self._units).view(count, len(called)) * (self._units * finest)
 
     def _refuse(self, check: _Check) -> None:
         worst = int(torch.where(check.over, check.sums, 0.0).argmax())
@@ -345,8 +358,7 @@ class ExactSums:
 
     def forget(self) -> None:
         """Drop the record of a backward that was cut short; losses may have been divided already for what follows."""
-        self._largest = {}
-        self._peaks = None if self._peaks is None else {}
+        self._largest, self._finest = {}, 0.0
 
 
 def _rounded(weak: weakref.ref[ExactSums], name: str) -> Any:
