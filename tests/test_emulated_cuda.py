@@ -102,7 +102,7 @@ LACKING = """
     assert torch.equal(*draws)
     for device, generator in (("cuda", torch.Generator()), ("cpu", torch.Generator("cuda"))):
         try:
-            torch.empty(3, device=device).random_(generator=generator)
+            torch.empty((), device=device).random_(generator=generator)
         except RuntimeError as error:
             print(error)
 """

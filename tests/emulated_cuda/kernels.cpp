@@ -97,7 +97,7 @@ struct Call {
         value = at::Device(at::kCPU);
       } else if (declared.name() == "generator" && value.isNone()) {
         value = on_host(generator(device));
-      } else if (value.isGenerator() && has_device) {
+      } else if (value.isGenerator() && !arguments.empty()) {
         value = on_host(value.toGenerator());
       }
     }

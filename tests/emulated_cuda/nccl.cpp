@@ -199,13 +199,14 @@ struct Group : c10d::Backend {
   }
   WorkPointer _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override {
     return run(OpType::_ALLGATHER_BASE, {in}, {out}, o.asyncOp, [&] {
-      auto to = emulated::cpu_alias(out), from = emulated::cpu_alias(in).clone();  // they may be the same memory
+      // NCCL counts elements, gloo compares shapes; and they may be the same memory.
+      auto to = emulated::cpu_alias(out).view(-1), from = emulated::cpu_alias(in).clone().view(-1);
       return gloo->_allgather_base(to, from, o);
     });
   }
   WorkPointer _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
     return run(OpType::_REDUCE_SCATTER_BASE, {in}, {out}, o.asyncOp, [&] {
-      auto to = emulated::cpu_alias(out), from = emulated::cpu_alias(in);
+      auto to = emulated::cpu_alias(out).view(-1), from = emulated::cpu_alias(in).view(-1);
       return gloo->_reduce_scatter_base(to, from, o);
     });
   }
