@@ -282,6 +282,29 @@ def test_checkpoints_beside_a_default_device(rank: int, world_size: int, tmp_pat
     assert_same(parameters(model), expected)
 
 
+class Unknown(torch.optim.SGD):
+    """Of no class of torch's, so that it is tried on stand-ins."""
+
+
+@rest
+@pytest.mark.parametrize("words", [{}, {"tensor": 2}], ids=["shards", "tensor"])
+@on("devices")
+def test_what_is_tried_beside_a_default_device(rank: int, world_size: int, words: dict[str, Any]) -> None:
+    """Trials take place on the CPU: an optimizer's at ``shard()``, that of ranks' parts in the first pass, too."""
+    case, trained = CASES["llama"], []
+    for device in (None, "cuda"):
+        model = case.build(0).cuda()
+        optimizer = Unknown(model.parameters(), lr=0.1)
+        batch = {key: value.cuda() for key, value in case.batch(SAMPLES, 0).items()}
+        torch.set_default_device(device)
+        trueshard.shard(model, optimizer, **words)
+        case.loss(model, batch).backward()
+        optimizer.step()
+        torch.set_default_device(None)
+        trained.append(parameters(model))
+    assert_same(*trained)
+
+
 class Drawn:
     """Samples drawn on torch's default device."""
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
+from trueshard.distributed import made_on_cpu
 from trueshard.errors import with_kind
 from trueshard.optim import trial
 from trueshard.optim.rebind import by_shape, family, leaves
@@ -88,6 +89,7 @@ _QUANTIZED = "torchao.optim."
 """Their state is quantized by blocks of a tensor: on shards, exact up to the rounding of a block."""
 
 
+@made_on_cpu()
 def classify(optimizer: torch.optim.Optimizer, *, exact: bool = False, inside: bool = False) -> list[Verdict]:
     """Return a verdict for each group, the same on every rank; raise ValueError, with the reason, if it cannot step.
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
+from trueshard.distributed import made_on_cpu
 from trueshard.errors import one_line, warn_user
 from trueshard.model import names
 from trueshard.model.names import Index
@@ -291,8 +292,7 @@ class _Passes:
         call = model if self.method == "forward" else getattr(model, self.method)
         with contextlib.ExitStack() as modes:
             modes.enter_context(_NoDropout())
-            if torch.get_default_device().type != "cpu":
-                modes.enter_context(torch.device("cpu"))
+            modes.enter_context(made_on_cpu())
             if rows == _A:  # a mode costs
                 modes.enter_context(_Alone())
             result.values |= {("output", "", key): value for key, value in _leaves(call(*args, **kwargs))}

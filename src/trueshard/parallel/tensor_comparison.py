@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
+from trueshard.distributed import made_on_cpu
 from trueshard.errors import one_line
 from trueshard.model import names
 from trueshard.model.names import Held
@@ -61,6 +62,7 @@ class Comparison:
     parts: Parts | None
     """Present for a block that holds parts of sequences."""
 
+    @made_on_cpu()
     def run(self, args: Any, kwargs: Any) -> dict[str, str]:
         """Compare on these inputs; return the styles that whole parameters lack, by name.
 

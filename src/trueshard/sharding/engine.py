@@ -36,6 +36,7 @@ from trueshard.sharding.stall_watch import watch_ranks
 
 
 @garbage_collection_paused()
+@distributed.made_on_cpu()
 def shard(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
