@@ -18,7 +18,7 @@ from cases import on_ranks
 from parity import Ranks, assert_same
 from running import environment
 from stepping import build
-from trainers import BATCH, STEPS, language_model, launched, tokens, whole_weights
+from trainers import BATCH, ON_CPU, STEPS, language_model, launched, tokens, whole_weights
 from trueshard.sharding.hooks import runtime_of
 
 
@@ -28,7 +28,7 @@ def accelerator(rank: int, world_size: int, sharded: bool = True, **words: Any) 
         from trueshard.integrations.accelerate import Accelerator
     else:
         from accelerate import Accelerator
-    return Accelerator(cpu=True, **words)
+    return Accelerator(cpu=ON_CPU, **words)
 
 
 def rows(count: int) -> TensorDataset:

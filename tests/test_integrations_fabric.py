@@ -11,7 +11,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import nn
 
-from parity import Ranks, assert_same
+from parity import DEVICE, Ranks, assert_same
 from trueshard.integrations.fabric import TrueShardFabricStrategy
 
 ROWS = 12
@@ -32,7 +32,7 @@ def launched(rank: int, ranks: int, options: dict[str, Any] | None, **words: Any
     warnings.simplefilter("ignore")
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     strategy = "auto" if ranks == 1 and options is None else TrueShardFabricStrategy(**(options or {}))
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **words)
+    fabric = Fabric(accelerator=DEVICE, devices=ranks, strategy=strategy, **words)
     fabric.launch()
     return fabric
 

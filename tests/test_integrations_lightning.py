@@ -24,7 +24,7 @@ from documents_blocks import blocks
 from emulated_cuda import build
 from emulated_cuda.running import run as emulated
 from gathering import whole
-from parity import Ranks, assert_same
+from parity import DEVICE, Ranks, assert_same
 from traffic import Traffic
 from trueshard.integrations.lightning import TrueShardStrategy, consolidate
 
@@ -96,7 +96,7 @@ def trainer(rank: int, ranks: int, options: dict[str, Any] | None = None, **word
     }
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     strategy = TrueShardStrategy(**(options or {})) if sharded else "auto"
-    return pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **usual | quiet | words)
+    return pl.Trainer(accelerator=DEVICE, devices=ranks, strategy=strategy, **usual | quiet | words)
 
 
 def loader(rank: int, ranks: int, steps: int = 4, parts: int = 1) -> DataLoader:

@@ -10,6 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parity import DEVICE
+
+ON_CPU = DEVICE == "cpu"
+"""False if each rank has a GPU of its own (`TRUESHARD_TEST_DEVICE=cuda`)."""
 STEPS = 4
 BATCH = 6
 """Samples of a step over all ranks and microbatches: divides by 1, 2 and 3 ranks."""
@@ -23,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": [],
-    "use_cpu": True,
+    "use_cpu": ON_CPU,
     "seed": 3,
     "disable_tqdm": True,
 }
@@ -34,8 +38,8 @@ def launched(rank: int, world_size: int) -> None:
     """Set what torchrun sets, which accelerate reads, and forget the accelerators of the job before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", TQDM_DISABLE="1", OMP_NUM_THREADS="1")
-    if world_size > 1:
+    os.environ.update(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU=str(ON_CPU), TQDM_DISABLE="1", OMP_NUM_THREADS="1")
+    if world_size > 1 or not ON_CPU:  # else transformers' Trainer spreads one process over all GPUs
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     AcceleratorState._reset_state(True)
