@@ -200,7 +200,7 @@ def test_metrics_are_those_of_each_sample_once(rank: int, world_size: int) -> No
     with torch.no_grad():
         found = torch.cat([here.gather_for_metrics(model(x)) for x, _ in loader])
         expected = build()(rows(7).tensors[0])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 @pytest.mark.rest
