@@ -81,9 +81,9 @@ def norm(groups: Sequence[ShardGroup], order: float, count: int) -> torch.Tensor
     peaks = torch.zeros(2, dtype=torch.float64, device=device)  # largest; 1.0 if there is NaN, which a maximum may lose
     for group in groups:
         local = torch.zeros_like(peaks)
-        if found := [largest_of(piece).to(local) for piece in group.pieces]:
-            each = torch.stack(found)
-            local = torch.stack([each.nan_to_num(0.0, math.inf).amax(), each.isnan().any().to(local)])
+        if group.pieces:
+            of_pieces = torch.stack([largest_of(piece).to(local) for piece in group.pieces])
+            local = torch.stack([of_pieces.nan_to_num(0.0, math.inf).amax(), of_pieces.isnan().any().to(local)])
         if group.ranks is not None:
             local = all_reduce_over(group.ranks, local, dist.ReduceOp.MAX)
         peaks = torch.maximum(peaks, local)
