@@ -86,7 +86,7 @@ def _adamw(model: Any, **words: Any) -> list[torch.optim.Optimizer]:
 
 def _muon(model: Any, kind: Any = torch.optim.Muon) -> list[torch.optim.Optimizer]:
     inner = matrices(model)
-    others = [each for each in model.parameters() if not any(each is one for one in inner)]
+    others = [parameter for parameter in model.parameters() if not any(parameter is one for one in inner)]
     return [kind(inner, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
 
 
@@ -340,14 +340,14 @@ def ours_generating(tokens: int) -> Step:
     encoder: Any = SimpleNamespace(tokenizer=tokenizer, has_images=False, never=[], template=None)
     engine = TransformersEngine(model, encoder, ends=[10**9])
     engine.update(0)
-    requests = [replace(each, most=tokens) for each in _requests()]
+    requests = [replace(request, most=tokens) for request in _requests()]
     return lambda: engine.generate(requests * dist.get_world_size(), Sampling())
 
 
 def generation_by_hand(tokens: int) -> Step:
     """``model.generate(do_sample=True)`` of a model that is not sharded."""
     model = _model().eval()
-    ids = torch.tensor([each.ids for each in _requests()] * 2).cuda()
+    ids = torch.tensor([request.ids for request in _requests()] * 2).cuda()
     words = {"do_sample": True, "max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": 127, "use_cache": True}
     return lambda: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **words)
 

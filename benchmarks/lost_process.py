@@ -77,20 +77,20 @@ def run(tell: Tell, quick: bool = False) -> Table:
     """Every way; ``quick``: of a small model, once."""
     with tempfile.TemporaryDirectory() as folder:
         ways, without = _ways(Path(folder), quick)
-        found: dict[str, list[Sample]] = {name: [] for name in (*(way.name for way in ways), *without)}
+        by_way: dict[str, list[Sample]] = {name: [] for name in (*(way.name for way in ways), *without)}
         for turn in range(few(SAMPLES, quick)):
             steps = 6 if quick else FIRST + 2 * turn
             for name, command in without.items():
-                found[name].append(sample(command, steps, lose=False))
+                by_way[name].append(sample(command, steps, lose=False))
             for way in ways[:: -1 if turn % 2 else 1]:
-                found[way.name].append(sample(way.command, steps, lose=True))
-                one = found[way.name][-1]
+                by_way[way.name].append(sample(way.command, steps, lose=True))
+                one = by_way[way.name][-1]
                 tell(f"{way.name}: {one.failed or f'{one.seconds:.1f} s, {one.twice} steps twice'}")
-    rows = [row for way in ways for row in _rows(way, found)]
+    rows = [row for way in ways for row in _rows(way, by_way)]
     return Table(
         name="lost_process",
         title="A lost process: seconds and steps",
-        note=_note(found),
+        note=_note(by_way),
         columns=(
             "way",
             "s to the next new step",
@@ -99,7 +99,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
             "a step that keeps, over one without",
         ),
         rows=tuple(rows),
-        numbers=[{"way": name, "samples": [asdict(each) for each in samples]} for name, samples in found.items()],
+        numbers=[{"way": name, "samples": [asdict(sample) for sample in samples]} for name, samples in by_way.items()],
     )
 
 
@@ -132,7 +132,7 @@ def _ways(folder: Path, quick: bool) -> tuple[list[Way], dict[str, Command]]:
     }
     if importlib.util.find_spec("torchft") is not None:
         replica = (*TORCHRUN, "--nproc-per-node=1", "-m", "benchmarks.peers.lost", "torchft", "{folder}", *small)
-        groups = tuple({"REPLICA_GROUP_ID": str(each), "NUM_REPLICA_GROUPS": str(RANKS)} for each in range(RANKS))
+        groups = tuple({"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(RANKS)} for number in range(RANKS))
         house = ("-m", "benchmarks.peers.lost", "lighthouse", "{folder}")
         command = Command((replica,) * RANKS, "REPLICA_GROUP_ID=1", groups, house)
         ways.append(Way("torchft, DDP: the other replica alone", command, "DDP", together=True))
@@ -156,19 +156,19 @@ def _own_command(folder: Path, quick: bool) -> Callable[..., Command]:
     return command
 
 
-def _rows(way: Way, found: dict[str, list[Sample]]) -> list[tuple[str, ...]]:
-    samples = found[way.name]
-    failed = next((each.failed for each in samples if each.failed), "")
+def _rows(way: Way, by_way: dict[str, list[Sample]]) -> list[tuple[str, ...]]:
+    samples = by_way[way.name]
+    failed = next((sample.failed for sample in samples if sample.failed), "")
     if failed:
         return [(way.name, failed, "", "", "")]
     cost = ""
-    if way.without and not any(each.failed for each in found[way.without]):
-        cost = _spread([mine.step / its.step for mine, its in zip(samples, found[way.without], strict=True)], 2)
-    seconds = [each.seconds for each in samples]
-    twice = ", ".join(str(each.twice) for each in samples)
+    if way.without and not any(sample.failed for sample in by_way[way.without]):
+        cost = _spread([mine.step / its.step for mine, its in zip(samples, by_way[way.without], strict=True)], 2)
+    seconds = [sample.seconds for sample in samples]
+    twice = ", ".join(str(sample.twice) for sample in samples)
     rows = [(way.name, f"{median(seconds):.1f}", f"{min(seconds):.1f} to {max(seconds):.1f}", twice, cost)]
     if way.together:
-        seconds = [each.together for each in samples]
+        seconds = [sample.together for sample in samples]
         name = f"{way.name.partition(':')[0]}: both again"
         rows.append((name, f"{median(seconds):.1f}", f"{min(seconds):.1f} to {max(seconds):.1f}", twice, ""))
     return rows
@@ -185,12 +185,14 @@ def in_place(table: Table) -> str:
 
 
 def _parts(samples: list[Sample]) -> str:
-    told = [each.parts for each in samples if each.parts]
-    return ", ".join(f"{part} {median(each.get(part, 0.0) for each in told):.1f}" for part in (told[0] if told else ()))
+    parts = [sample.parts for sample in samples if sample.parts]
+    return ", ".join(
+        f"{part} {median(sample.get(part, 0.0) for sample in parts):.1f}" for part in (parts[0] if parts else ())
+    )
 
 
-def _note(found: dict[str, list[Sample]]) -> str:
-    steps = {name: median(each.step for each in samples) for name, samples in found.items()}
+def _note(by_way: dict[str, list[Sample]]) -> str:
+    steps = {name: median(sample.step for sample in samples) for name, samples in by_way.items()}
     return (
         f"A Llama of 20M parameters over {RANKS} gloo processes of one thread, {SHAPE.sequences} × {SHAPE.tokens} "
         f"tokens each, AdamW, clipping; a step without keeping takes {steps['ours']:.2f} s here, "
@@ -206,6 +208,6 @@ def _note(found: dict[str, list[Sample]]) -> str:
         "one process, under a lighthouse with the settings of its documentation; it is held against torch's DDP, and "
         "shards nothing, so its step is not that of the others: its run goes on with half the batch until the lost "
         "replica is back. Not compared: several hosts, GPUs, networks, a cold cache of files. Parts of the seconds, "
-        f"medians: with a spare {_parts(found['TrueShard, memory'])}; without "
-        f"{_parts(found['TrueShard, memory, without a spare'])}."
+        f"medians: with a spare {_parts(by_way['TrueShard, memory'])}; without "
+        f"{_parts(by_way['TrueShard, memory, without a spare'])}."
     )

@@ -86,8 +86,8 @@ class Sample:
 def recorded(folder: Path) -> list[Line]:
     """Return the steps of a run of ours, by its own records."""
     return [
-        Line(each["step"], RANKS, each.get("incident_seconds", 0.0), each.get("incident_parts", {}))
-        for each in map(json.loads, _whole_lines(folder / "run" / "metrics.jsonl"))
+        Line(record["step"], RANKS, record.get("incident_seconds", 0.0), record.get("incident_parts", {}))
+        for record in map(json.loads, _whole_lines(folder / "run" / "metrics.jsonl"))
     ]
 
 
@@ -139,16 +139,16 @@ class _Run:
     def workers(self, variable: str, *, waiting: bool = False) -> list[psutil.Process]:
         """Return the processes that have a variable: those that train, or those that wait."""
         name, _, value = variable.partition("=")
-        found = []
+        processes = []
         for started in self.started:
-            for each in psutil.Process(started.pid).children(recursive=True):
+            for process in psutil.Process(started.pid).children(recursive=True):
                 try:
-                    variables = each.environ()
+                    variables = process.environ()
                 except psutil.Error:
                     continue
                 if variables.get(name) == value and (SPARE in variables) == waiting:
-                    found.append(each)
-        return sorted(found, key=lambda each: each.create_time())
+                    processes.append(process)
+        return sorted(processes, key=lambda process: process.create_time())
 
     def last_words(self) -> str:
         """Return the last line of what the run said."""
@@ -158,8 +158,8 @@ class _Run:
     def resumed(self) -> int | None:
         """Return the step from which a start of the run went on; None: no start did."""
         said = (self.folder / "said").read_text(encoding="utf-8", errors="replace")
-        found = re.findall(r"Resumed after step (\d+)", said)
-        return int(found[-1]) if found else None
+        steps = re.findall(r"Resumed after step (\d+)", said)
+        return int(steps[-1]) if steps else None
 
 
 @contextmanager
@@ -192,9 +192,9 @@ def _running(command: Command, folder: Path, memory: str) -> Iterator[_Run]:
         for process in started:
             below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             process.kill()
-            for each in below:
-                if each.is_running():
-                    each.kill()
+            for process in below:
+                if process.is_running():
+                    process.kill()
             process.wait()
             psutil.wait_procs(below, timeout=10)
 
@@ -209,49 +209,49 @@ def _clocked(run: _Run, steps: int, lose: bool) -> Sample:
             begun += 1
             ends.append(at)
     passed = [later - earlier for earlier, later in zip(ends[UNCOUNTED:], ends[UNCOUNTED + 1 :], strict=False)]
-    found = Sample(step=sorted(passed)[len(passed) // 2])
+    sample = Sample(step=sorted(passed)[len(passed) // 2])
     if lose:
-        _lose(run, found)
-    return found
+        _lose(run, sample)
+    return sample
 
 
-def _lose(run: _Run, found: Sample) -> None:
+def _lose(run: _Run, sample: Sample) -> None:
     if run.command.spares:
         _wait_for_spares(run)
         before = run.newest()
         run.wait(lambda: run.newest() > before, "a step beside the spares")
-    time.sleep(found.step / 2)
+    time.sleep(sample.step / 2)
     (victim,) = run.workers(run.command.victim)[:1]
     victim.send_signal(signal.SIGKILL)
     killed = time.perf_counter()
     lines = run.lines()
     newest, count = lines[-1].step, len(lines)
-    found.seconds = run.wait(lambda: run.newest() > newest, f"step {newest + 1}") - killed
+    sample.seconds = run.wait(lambda: run.newest() > newest, f"step {newest + 1}") - killed
     new = next(line for line in run.lines() if line.step > newest)
     if new.processes == RANKS:
-        found.together = found.seconds
+        sample.together = sample.seconds
     else:
-        whole = run.wait(lambda: any(each.processes == RANKS for each in run.lines()[count:]), "a step of all")
-        found.together = whole - killed
+        whole = run.wait(lambda: any(line.processes == RANKS for line in run.lines()[count:]), "a step of all")
+        sample.together = whole - killed
     resumed = run.resumed()
     if resumed is not None:
-        found.twice = newest - resumed
+        sample.twice = newest - resumed
     elif not run.command.lighthouse:
-        found.twice = newest
+        sample.twice = newest
     if new.parts:
-        found.parts = {"notice": max(0.0, found.seconds - new.incident), **new.parts}
+        sample.parts = {"notice": max(0.0, sample.seconds - new.incident), **new.parts}
 
 
 def _wait_for_spares(run: _Run) -> None:
     """Wait until spares have done what they can do."""
 
     def spares() -> list[psutil.Process]:
-        return [each for rank in range(RANKS) for each in run.workers(f"RANK={rank}", waiting=True)]
+        return [process for rank in range(RANKS) for process in run.workers(f"RANK={rank}", waiting=True)]
 
     run.wait(lambda: len(spares()) == run.command.spares, "the spares")
 
     def worked() -> float:
-        return sum(sum(each.cpu_times()[:2]) for each in spares())
+        return sum(sum(process.cpu_times()[:2]) for process in spares())
 
     before, now = -1.0, worked()
     while now - before > 0.1:

@@ -99,12 +99,12 @@ def run(tell: Tell, quick: bool = False) -> Table:
     """Each question once, in a process of its own; ``quick``: a model of two blocks on 8."""
     rows, numbers = [], []
     for name, arguments in list(CASES.items())[: 1 if quick else None]:
-        found = _answer(("tiny", *arguments[1:]) if quick else arguments)
-        cells = (f"{found['first']:.1f}", f"{found['seconds']:.1f}", f"{LIMIT:.0f}", f"{found['cpu']:.1f}")
-        more = (f"{found['gib']:.2f}", f"{found['tokens']:,.0f}", f"{found['reserved']:.1f}")
-        rows.append((name, *cells, f"{found['plans']}", *more))
-        numbers.append({"question": name, "limit": LIMIT, **found})
-        tell(f"{name}: {found['seconds']:.1f} s, {found['plans']} plans")
+        answer = _answer(("tiny", *arguments[1:]) if quick else arguments)
+        cells = (f"{answer['first']:.1f}", f"{answer['seconds']:.1f}", f"{LIMIT:.0f}", f"{answer['cpu']:.1f}")
+        more = (f"{answer['gib']:.2f}", f"{answer['tokens']:,.0f}", f"{answer['reserved']:.1f}")
+        rows.append((name, *cells, f"{answer['plans']}", *more))
+        numbers.append({"question": name, "limit": LIMIT, **answer})
+        tell(f"{name}: {answer['seconds']:.1f} s, {answer['plans']} plans")
     return Table(
         name="planner",
         title="Seconds and memory of choosing a plan",
@@ -152,16 +152,16 @@ def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(line + errors)
-        found = json.loads(answer.read_text(encoding="utf-8"))
+        result = json.loads(answer.read_text(encoding="utf-8"))
     seconds = time.perf_counter() - begin
-    found = found.get("best", found)
+    result = result.get("best", result)
     return {
         "first": first,
         "seconds": seconds,
         "cpu": used.ru_utime + used.ru_stime,
         "gib": used.ru_maxrss / 2**20,
-        "plans": 1 + len(found["alternatives"]),
-        "tokens": found["tokens_per_second_per_rank"],
-        "reserved": found["peak_reserved_bytes"] / 2**30,
-        "fits": found["fits"],
+        "plans": 1 + len(result["alternatives"]),
+        "tokens": result["tokens_per_second_per_rank"],
+        "reserved": result["peak_reserved_bytes"] / 2**30,
+        "fits": result["fits"],
     }

@@ -70,11 +70,12 @@ def workload(case: str) -> Any:
     from trueshard.planner.workload import Workload
 
     def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        return found
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [torch.optim.AdamW(trained, fused=True)]
 
     def batch(samples: int, tokens: int) -> torch.Tensor:
         return torch.randint(3, 500, (samples, tokens))
@@ -112,7 +113,7 @@ def run(tell: Tell, quick: bool = False) -> Table:
 def shard_by_classes(model: Any, mesh: DeviceMesh) -> None:
     """``fully_shard`` on each block of the lists that hold what transformers says not to split, then on the root."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in [each for blocks in lists for each in blocks if type(each).__name__ in model._no_split_modules]:
+    for block in [block for blocks in lists for block in blocks if type(block).__name__ in model._no_split_modules]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -161,8 +162,8 @@ def measured(case: str, by_hand: bool) -> int:
 
     # Without oneDNN: how much it takes beside its results depends on the processor.
     with gloo_lets_go(), torch.backends.mkldnn.flags(enabled=False):
-        found = meter(steps())
-    return held[-1] + peak_and_rest([change.bytes for change in found.steps[-1]])[0]
+        metered = meter(steps())
+    return held[-1] + peak_and_rest([change.bytes for change in metered.steps[-1]])[0]
 
 
 def simulated(case: str) -> int:
@@ -176,9 +177,9 @@ def simulated(case: str) -> int:
     dist.destroy_process_group()  # it makes a world of its own
     what = replace(workload(case), model=lambda: build_fake(case))
     job = Job(what, (RANKS,), microbatch=SAMPLES, on_cpu=True, recorder=CpuRecorder)
-    found: int = ledger.peak(simulate(job).steady).bytes
+    peak: int = ledger.peak(simulate(job).steady).bytes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the caller ends
-    return found
+    return peak
 
 
 def tracker(case: str) -> int | str:
@@ -195,7 +196,7 @@ def tracker(case: str) -> int | str:
                 for _ in range(STEPS):
                     follower.reset_mod_stats()
                     _step(case, True, model, optimizers)
-        found = follower.get_tracker_snapshot("peak")[torch.device("cpu")]
-        return int(found["Total"])
+        snapshot = follower.get_tracker_snapshot("peak")[torch.device("cpu")]
+        return int(snapshot["Total"])
     except Exception as error:
         return reason(error)

@@ -145,7 +145,7 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(self.norm_1(x)).chunk(3, -1)
-        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in parts)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -238,10 +238,10 @@ def workload(setting: Setting) -> Workload:
 
 
 def _axes(setting: Setting) -> dict[str, Any]:
-    found: dict[str, Any] = {"context": setting.context, "experts": setting.experts}
+    axes: dict[str, Any] = {"context": setting.context, "experts": setting.experts}
     if setting.tensor > 1:
-        found["tensor"] = {"ranks": setting.tensor, **STYLES[setting.styles]}
-    return found
+        axes["tensor"] = {"ranks": setting.tensor, **STYLES[setting.styles]}
+    return axes
 
 
 def _choices(setting: Setting) -> Options:
@@ -286,9 +286,9 @@ def _of_pipeline(row: Row) -> Forecast:
     sizes = {name: ranks_along(setting, name) for name in OPTIONS} | {"pipeline": setting.pipe.stages}
     cluster = Cluster(device, setting.ranks, device.ranks_per_node, sizes)
     with pipelining.ends_of(whole, setting.pipe) as ends, stages_revised(ends, row):
-        found = pipelining.study_pipeline(whole, cluster, setting.pipe, ends)
-    assert found is not None
-    return found.forecast
+        study = pipelining.study_pipeline(whole, cluster, setting.pipe, ends)
+    assert study is not None
+    return study.forecast
 
 
 def _step(row: Row) -> tuple[Simulation, Timeline, float]:
@@ -298,7 +298,7 @@ def _step(row: Row) -> tuple[Simulation, Timeline, float]:
     def line(setting: Setting) -> tuple[Simulation, Timeline]:
         made = revised(simulated(setting), row)
         if setting.ranks == 1:
-            first, steady = (on_one_device(each, setting) for each in (made.first, made.steady))
+            first, steady = (on_one_device(trace, setting) for trace in (made.first, made.steady))
             made = replace(made, first=first, steady=steady)
         return made, schedule(made.steady, device, device.ranks_per_node, setting.mode)
 
@@ -329,29 +329,29 @@ def forecast(row: Row) -> dict[str, Any]:
 
 def _forecast(row: Row) -> dict[str, Any]:
     setting, device = row.setting, device_of(row)
-    found: dict[str, Any] = asdict(row) | {"mesh": setting.mesh}
+    figures: dict[str, Any] = asdict(row) | {"mesh": setting.mesh}
     if setting.pipe.stages > 1:
-        return found | _pipeline_figures(row)
+        return figures | _pipeline_figures(row)
     made, line, seconds = _step(row)
-    found |= {"step_seconds": seconds, "exposed_seconds": line.exposed_seconds, "host_seconds": line.host_seconds}
+    figures |= {"step_seconds": seconds, "exposed_seconds": line.exposed_seconds, "host_seconds": line.host_seconds}
     if row.tokens is not None:
         count = setting.microbatch * setting.accumulation * row.microbatches * setting.sequence
         rate = count / seconds / setting.tensor / setting.context
-        found |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
+        figures |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
     if row.memory is not None:
         allocator = ExpandableAllocator() if row.expandable else None
         workspace = device.workspace_bytes
         reserved = replay(made.first, made.steady, workspace_bytes=workspace, allocator=allocator).reserved
         live = max(ledger.peak(made.first).bytes, ledger.peak(made.steady).bytes)
-        found |= {"live_expected": live / 2**30, "reserved_expected": reserved / 2**30}
+        figures |= {"live_expected": live / 2**30, "reserved_expected": reserved / 2**30}
         expected = (live if row.memory_kind == "live" else reserved) / 2**30
-        found |= {"memory_expected": expected, "memory_error": expected / row.memory - 1}
-    return found
+        figures |= {"memory_expected": expected, "memory_error": expected / row.memory - 1}
+    return figures
 
 
 def _pipeline_figures(row: Row) -> dict[str, Any]:
     made = _of_pipeline(row)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "step_seconds": made.step_seconds,
         "exposed_seconds": made.exposed_communication_seconds,
         "bubble_seconds": made.bubble_seconds,
@@ -359,13 +359,13 @@ def _pipeline_figures(row: Row) -> dict[str, Any]:
     }
     if row.tokens is not None:
         rate = made.tokens_per_second_per_rank
-        found |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
+        figures |= {"tokens_expected": rate, "error": rate / row.tokens - 1}
     if row.memory is not None:
         live, reserved = made.peak_live_bytes / 2**30, made.peak_reserved_bytes / 2**30
-        found |= {"live_expected": live, "reserved_expected": reserved}
-        found |= {"memory_expected": reserved, "memory_error": reserved / row.memory - 1}
-        found |= {"peak_by_kind": dict(made.peak_by_kind)}
-    return found
+        figures |= {"live_expected": live, "reserved_expected": reserved}
+        figures |= {"memory_expected": reserved, "memory_error": reserved / row.memory - 1}
+        figures |= {"peak_by_kind": dict(made.peak_by_kind)}
+    return figures
 
 
 # All rows
@@ -374,40 +374,40 @@ _FSDP1 = ("foundry", "fms")
 GROUPS = ("out of sample", "out of sample, several axes", "in sample", "FSDP1, 2023 and 2024")
 
 
-def _group(found: dict[str, Any]) -> str:
-    if found["source"] in _FSDP1:
+def _group(figures: dict[str, Any]) -> str:
+    if figures["source"] in _FSDP1:
         return "FSDP1, 2023 and 2024"
-    if found["mesh"]:
+    if figures["mesh"]:
         return "out of sample, several axes"
-    return "in sample" if found["fitted"] else "out of sample"
+    return "in sample" if figures["fitted"] else "out of sample"
 
 
 GOALS = {"reserved": 0.05, "live": 0.03, "speed": 0.15}
 
 
-def _label(found: dict[str, Any]) -> str:
-    setting = found["setting"]
+def _label(figures: dict[str, Any]) -> str:
+    setting = figures["setting"]
     lora = ", QLoRA" if setting.get("quantize") else ", LoRA" if setting["lora"] else ""
-    return f"{setting['model']['name']}{lora}, {setting['ranks']} × {found['device']}"
+    return f"{setting['model']['name']}{lora}, {setting['ranks']} × {figures['device']}"
 
 
-def _words(found: dict[str, Any]) -> str:
-    setting = found["setting"]
+def _words(figures: dict[str, Any]) -> str:
+    setting = figures["setting"]
     batch = f"{setting['microbatch']}"
-    if (count := setting["accumulation"] * found["microbatches"]) > 1:
+    if (count := setting["accumulation"] * figures["microbatches"]) > 1:
         batch += f" × {count}"
     words = [f"{batch} × {setting['sequence']:,}"]
     words += [setting["recompute"]] if setting["recompute"] != "none" else []
     words += ["compiled"] if setting["mode"] == "compile" else []
-    words += [found["matmul"]] if found["matmul"] else []
-    words += [found["mesh"]] if found["mesh"] else []
-    words += ["async TP"] if found["async_tensor"] else []
+    words += [figures["matmul"]] if figures["matmul"] else []
+    words += [figures["mesh"]] if figures["mesh"] else []
+    words += ["async TP"] if figures["async_tensor"] else []
     words += ["interleaved"] if setting["pipe"]["virtual"] > 1 else []
     return ", ".join(words)
 
 
 def _ranked(numbers: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    return sorted((each for each in numbers if key in each), key=lambda each: -abs(each[key]))
+    return sorted((row for row in numbers if key in row), key=lambda row: -abs(row[key]))
 
 
 def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
@@ -422,7 +422,7 @@ def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
         parts.append((f"speed, {group}", "error", [n for n in numbers if _group(n) == group], goal))
     for title, key, chosen, goal in parts:
         if rows := _ranked(chosen, key):
-            median = statistics.median(abs(each[key]) for each in rows)
+            median = statistics.median(abs(row[key]) for row in rows)
             target = f"{goal:.0%}" if goal else ""
             lines.append(f"| {title} | {len(rows)} | {median:.1%} | {rows[0][key]:+.1%} | {target} |")
     return lines
@@ -431,33 +431,31 @@ def _summary(numbers: Sequence[dict[str, Any]]) -> list[str]:
 def _table(rows: Sequence[dict[str, Any]], published: str, expected: str, error: str, digits: int) -> list[str]:
     lines = ["| model | source | setting | published | expected | error | left open |"]
     lines.append("|---|---|---|---:|---:|---:|---|")
-    for each in rows:
-        cells = (_label(each), each["source"], _words(each), f"{each[published]:,.{digits}f}")
-        remark = "; ".join(
-            word for word in (f"set on it: {each['fitted']}" * bool(each["fitted"]), each["open"]) if word
-        )
-        lines.append(f"| {' | '.join(cells)} | {each[expected]:,.{digits}f} | {each[error]:+.1%} | {remark} |")
+    for row in rows:
+        cells = (_label(row), row["source"], _words(row), f"{row[published]:,.{digits}f}")
+        remark = "; ".join(word for word in (f"set on it: {row['fitted']}" * bool(row["fitted"]), row["open"]) if word)
+        lines.append(f"| {' | '.join(cells)} | {row[expected]:,.{digits}f} | {row[error]:+.1%} | {remark} |")
     return lines
 
 
 def in_place(table: Table) -> str:
     """Return the part of docs/planner.md that lies between the marks of this benchmark."""
-    numbers = [dict(each) for each in table.numbers]
+    numbers = [dict(row) for row in table.numbers]
     blocks: list[list[str]] = [[f"{len(numbers)} rows, the worst first."], _summary(numbers)]
     memory = _ranked(numbers, "memory_error")
-    kinds = [each for each in memory if each["memory_kind"] == "reserved"]
+    kinds = [row for row in memory if row["memory_kind"] == "reserved"]
     blocks += [["**Reserved memory**, GiB; no constant was set on any:"]]
     blocks += [_table(kinds, "memory", "memory_expected", "memory_error", 1)]
-    kinds = [each for each in memory if each["memory_kind"] == "live"]
+    kinds = [row for row in memory if row["memory_kind"] == "live"]
     blocks += [["**Live memory**, GiB:"], _table(kinds, "memory", "memory_expected", "memory_error", 1)]
     for group in GROUPS:
-        rows = _ranked([each for each in numbers if _group(each) == group], "error")
+        rows = _ranked([row for row in numbers if _group(row) == group], "error")
         blocks += [[f"**Speed, {group}**, tokens a second and GPU:"]]
         blocks += [_table(rows, "tokens", "tokens_expected", "error", 0)]
     blocks += [["**Not covered yet:**"], ["| model | source | devices | mesh | setting | tokens/s | GiB | missing |"]]
     blocks[-1] += ["|---|---|---|---|---|---:|---:|---|"]
-    for each in PENDING:
-        words = (each.model, each.source, each.device, each.mesh, each.setting, each.tokens, each.memory, each.why)
+    for row in PENDING:
+        words = (row.model, row.source, row.device, row.mesh, row.setting, row.tokens, row.memory, row.why)
         blocks[-1].append(f"| {' | '.join(words)} |")
     blocks += [["Sources: " + "; ".join(f"`{key}` {where}" for key, where in SOURCES.items()) + "."]]
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -466,17 +464,17 @@ def in_place(table: Table) -> str:
 def run(tell: Tell, quick: bool = False) -> Table:
     """Every row, but those that a run of the same code has kept; ``quick``: the first, of two blocks."""
     rows, numbers, kept = [], [], KeptRows(Path("build/planner_published.rows.json"), code_digest())
-    for row in sorted(ROWS[:1] if quick else ROWS, key=lambda each: repr(each.setting)):
+    for row in sorted(ROWS[:1] if quick else ROWS, key=lambda row: repr(row.setting)):
         if quick:
             row = replace(row, setting=replace(row.setting, model=replace(row.setting.model, layers=2)))
-        found = forecast(row) if quick else kept.row(repr(row), functools.partial(forecast, row))
-        numbers.append(found)
-        tell(f"{_label(found)}, {_words(found)}: {found['error']:+.1%}")
+        figures = forecast(row) if quick else kept.row(repr(row), functools.partial(forecast, row))
+        numbers.append(figures)
+        tell(f"{_label(figures)}, {_words(figures)}: {figures['error']:+.1%}")
         memory = ("", "", "")
         if row.memory is not None:
-            memory = (f"{row.memory}", f"{found['memory_expected']:.1f}", f"{found['memory_error']:+.1%}")
-        figures = (f"{row.tokens:,.0f}", f"{found['tokens_expected']:,.0f}", f"{found['error']:+.1%}")
-        rows.append((_label(found), row.source, _words(found), _group(found), *figures, *memory))
+            memory = (f"{row.memory}", f"{figures['memory_expected']:.1f}", f"{figures['memory_error']:+.1%}")
+        speed = (f"{row.tokens:,.0f}", f"{figures['tokens_expected']:,.0f}", f"{figures['error']:+.1%}")
+        rows.append((_label(figures), row.source, _words(figures), _group(figures), *speed, *memory))
     return Table(
         "planner_published",
         "Forecasts beside published figures",

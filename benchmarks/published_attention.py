@@ -77,7 +77,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Return [batch, positions here, heads, head size], and no weights."""
     times = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
+    key, value = (part.repeat_interleave(times, 1) if times > 1 else part for part in (key, value))
     group = module.__dict__[context.GROUP]
     made = _torch.ring_attention(query, key, value, group, kwargs.get("scaling"), balanced=True)
     return made.transpose(1, 2).contiguous(), None

@@ -109,9 +109,9 @@ def stages_revised(ends: Ends, row: Row) -> Iterator[None]:
         return revised(original(*arguments), row)
 
     with contextlib.ExitStack() as patches:
-        for each in ends.stages.values():
-            replacement = functools.partial(simulate, each.simulator.simulate)
-            patches.enter_context(mock.patch.object(each.simulator, "simulate", replacement))
+        for stage in ends.stages.values():
+            replacement = functools.partial(simulate, stage.simulator.simulate)
+            patches.enter_context(mock.patch.object(stage.simulator, "simulate", replacement))
         yield
 
 
@@ -136,7 +136,7 @@ def cast(trace: Trace, plan: Plan, recipe: Recipe, device: Hardware, mode: Mode)
             events.append(Allocation(event.place, storage, copies, unit=event.place.unit, what="cast"))
         moved.append(len(events))
         if isinstance(event, (Kernel, Communication)) and event.after:
-            event = dataclasses.replace(event, after=tuple(moved[each] for each in event.after))
+            event = dataclasses.replace(event, after=tuple(moved[number] for number in event.after))
         events.append(event)
         if copies:
             events.append(Free(event.place, storage, copies))

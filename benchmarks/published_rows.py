@@ -308,8 +308,8 @@ def _fms() -> list[Row]:
         return Setting(model, 128, microbatch, 4096, recompute, mode="compile", replicate=replicate, reduce="bfloat16")
 
     return [
-        Row("fms", "a100", each, tokens, overrides=network, open=unsaid)
-        for each, tokens in (
+        Row("fms", "a100", row, tokens, overrides=network, open=unsaid)
+        for row, tokens in (
             (setting(LLAMA2_7B, 2, replicate=16), 3760),
             (setting(LLAMA2_13B, 1, replicate=16), 1700),
             (setting(CODELLAMA_34B, 8, "full"), 772),

@@ -27,7 +27,7 @@ def on_one_device(trace: Trace, setting: Setting) -> Trace:
     """Return the step as those who train on one GPU run it."""
     trace = _without_fsdp(trace)
     if setting.quantize:
-        trace.resident = [_in_four_bits(each) for each in trace.resident]
+        trace.resident = [_in_four_bits(allocation) for allocation in trace.resident]
     trace = in_one_graph(trace) if setting.whole else trace
     return inputs_on_host(trace) if setting.offload else trace
 
@@ -44,12 +44,13 @@ def _without_fsdp(trace: Trace) -> Trace:
         if is_fsdp or (isinstance(event, Free) and event.storage in dropped):
             continue
         events.append(replace(event, after=()) if isinstance(event, Kernel) and event.after else event)
-    return Trace(events, [each for each in trace.resident if each.kind not in ("gathered", "communication")])
+    resident = [allocation for allocation in trace.resident if allocation.kind not in ("gathered", "communication")]
+    return Trace(events, resident)
 
 
-def _in_four_bits(each: Allocation) -> Allocation:
-    is_packed = each.kind == "parameters" and each.what.endswith(".packed")
-    return replace(each, bytes=int(each.bytes * _TORCHAO / _OURS)) if is_packed else each
+def _in_four_bits(allocation: Allocation) -> Allocation:
+    is_packed = allocation.kind == "parameters" and allocation.what.endswith(".packed")
+    return replace(allocation, bytes=int(allocation.bytes * _TORCHAO / _OURS)) if is_packed else allocation
 
 
 def in_one_graph(trace: Trace) -> Trace:
@@ -86,16 +87,16 @@ def inputs_on_host(trace: Trace) -> Trace:
     inputs = _inputs_of_blocks(trace)
     changes: dict[int, list[Event]] = defaultdict(list)
     back: set[int] = set()
-    for each, later in zip(inputs, inputs[STASH:], strict=False):
-        made, freed = each.allocation, trace.events[each.freed]
+    for lifetime, later in zip(inputs, inputs[STASH:], strict=False):
+        made, freed = lifetime.allocation, trace.events[lifetime.freed]
         unit = freed.place.unit
         begin = next(
-            i for i in range(each.made, each.freed + 1)
+            i for i in range(lifetime.made, lifetime.freed + 1)
             if (place := trace.events[i].place).phase == "backward" and place.unit == unit
         )  # fmt: skip
         changes[later.made].append(Free(made.place, made.storage, made.bytes))
         changes[begin].append(replace(made, place=trace.events[begin].place, storage=made.storage + _AGAIN))
-        back.add(each.freed)
+        back.add(lifetime.freed)
     events: list[Event] = []
     for i, event in enumerate(trace.events):
         events += changes[i]
@@ -107,13 +108,13 @@ def inputs_on_host(trace: Trace) -> Trace:
 
 def _inputs_of_blocks(trace: Trace) -> list[Lifetime]:
     """Return what blocks' forwards leave for their backwards, oldest first: of the size that takes most in all."""
-    left = [each for each in lifetimes(trace) if each.made >= 0 and each.freed < len(trace.events)]
-    left = [each for each in left if each.allocation.kind == "activations"]
+    left = [lifetime for lifetime in lifetimes(trace) if lifetime.made >= 0 and lifetime.freed < len(trace.events)]
+    left = [lifetime for lifetime in left if lifetime.allocation.kind == "activations"]
     sizes: dict[int, int] = defaultdict(int)
-    for each in left:
-        sizes[each.allocation.bytes] += each.allocation.bytes
-    by_size = [each for each in left if each.allocation.bytes == max(sizes, key=lambda size: sizes[size])]
-    return sorted(by_size, key=lambda each: each.made)
+    for lifetime in left:
+        sizes[lifetime.allocation.bytes] += lifetime.allocation.bytes
+    by_size = [lifetime for lifetime in left if lifetime.allocation.bytes == max(sizes, key=lambda size: sizes[size])]
+    return sorted(by_size, key=lambda lifetime: lifetime.made)
 
 
 _ADDRESSES = 1 << 50

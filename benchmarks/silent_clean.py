@@ -156,9 +156,9 @@ def compared(name: str, way: str) -> dict[str, str]:
     """Return what is said of a model that is trained in that way."""
     with tempfile.TemporaryDirectory() as folder:
         compare = Compared(functools.partial(train, name, way), Path(folder), alone=True)
-        found = compare.of(WAYS[way].ranks)
-    cell = "no alarm" if not found.differs else "alarm" if found.where else found.words
-    return {"model": name, "way": way, "cell": cell, "words": found.words}
+        differences = compare.of(WAYS[way].ranks)
+    cell = "no alarm" if not differences.differs else "alarm" if differences.where else differences.words
+    return {"model": name, "way": way, "cell": cell, "words": differences.words}
 
 
 def run(tell: Tell, quick: bool = False) -> Table:

@@ -193,7 +193,7 @@ def lighthouse(given: Given) -> None:
 
 
 WAYS: dict[str, Callable[[Given], None]] = {
-    each.__name__: each for each in (by_hand, ddp, lightning, torchft, lighthouse)
+    function.__name__: function for function in (by_hand, ddp, lightning, torchft, lighthouse)
 }
 
 

@@ -114,9 +114,9 @@ class Embedding(nn.Module):
         first = self.run.rank * len(rows)
         past = first + len(rows) + (1 if self.fault else 0)
         outside = (tokens < first) | (tokens >= past)
-        found = rows[(tokens - first).masked_fill(outside, 0).clamp(max=len(rows) - 1)]
-        found = found.masked_fill(outside[..., None], 0)
-        return across(SCATTER if self.sequence else SUM, found, self.run)
+        embedded = rows[(tokens - first).masked_fill(outside, 0).clamp(max=len(rows) - 1)]
+        embedded = embedded.masked_fill(outside[..., None], 0)
+        return across(SCATTER if self.sequence else SUM, embedded, self.run)
 
 
 class Language(nn.Module):
@@ -257,7 +257,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = across(COPY, x, self.run)
         query = nn.functional.linear(x, local(self.query.weight)).unflatten(-1, (-1, self.size)).transpose(1, 2)
-        key, value = (each[:, None].expand_as(query) for each in self.key_value(x).chunk(2, -1))
+        key, value = (part[:, None].expand_as(query) for part in self.key_value(x).chunk(2, -1))
         heads = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         heads = self.out_norm(heads).transpose(1, 2).flatten(2)
         return across(SUM, nn.functional.linear(heads, local(self.output.weight)), self.run)

@@ -161,14 +161,14 @@ def note(python: Path, rows: list[tuple[str, ...]]) -> str:
     """Return what the table says, in sentences."""
     code = "from importlib.metadata import version; print(version('traincheck'))"
     version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    told = sum(row[2].startswith("yes") for row in rows)
+    alarmed = sum(row[2].startswith("yes") for row in rows)
     alarms = sum(row[3] not in ("", "0") for row in rows)
     return (
         f"TrainCheck {version} on {len(rows)} of these programs, by its commands `collect`, `infer` and `check`, with "
         "its defaults: PYTHON is of an environment that has it. It learns invariants from one run without the bug, of "
         f"{STEPS} steps, fewer than it is made for, and checks them with the bug, and without it on other data. "
         "A bug counts as told if an invariant is violated that is not in that clean run. It needs no second run of the "
-        f"same program, as `verify_runs` does. {told} are told; of the clean runs {alarms} have alarms. Alarms come "
+        f"same program, as `verify_runs` does. {alarmed} are told; of the clean runs {alarms} have alarms. Alarms come "
         "also from its second trace, which leaves out what the invariants do not name: by hand, on a program like "
         "these, 24 of 675 are violated by the same run traced so, and none by its full trace. The other programs were "
         "not tried: each takes minutes."

@@ -116,29 +116,29 @@ def recorded(family: str, name: str, bug: bool = False) -> None:
     start(import_module(f"benchmarks.silent.{family}").PROGRAMS[name], bug)
 
 
-def cells_of(program: Program, found: Found) -> tuple[str, str, str]:
+def cells_of(program: Program, trial: Found) -> tuple[str, str, str]:
     """Return whether a bug was found and localised, and what was said."""
     if program.kind == "end":
-        return "not silent", "", f"the run {found.words}" if found.words in (ENDS, RAISES) else found.words
-    if not found.differs:
+        return "not silent", "", f"the run {trial.words}" if trial.words in (ENDS, RAISES) else trial.words
+    if not trial.differs:
         return "no", "no", ""
-    if not found.where:
-        return "no", "no", found.words  # it ended otherwise, which is not silent
-    named = re.findall(r"(?<=')[\w.]+(?=')|(?<=put of )[\w.]+|(?<=gradient of )[\w.]+", found.words)
-    at = not program.where or any(re.search(program.where, name) for name in (found.module, *named) if name)
-    is_right = at and program.kind == found.where.replace("clipped gradients", "gradient")
-    return "yes", "yes" if is_right else "no", found.words.partition(" (allowed")[0].partition(";")[0]
+    if not trial.where:
+        return "no", "no", trial.words  # it ended otherwise, which is not silent
+    named = re.findall(r"(?<=')[\w.]+(?=')|(?<=put of )[\w.]+|(?<=gradient of )[\w.]+", trial.words)
+    at = not program.where or any(re.search(program.where, name) for name in (trial.module, *named) if name)
+    is_right = at and program.kind == trial.where.replace("clipped gradients", "gradient")
+    return "yes", "yes" if is_right else "no", trial.words.partition(" (allowed")[0].partition(";")[0]
 
 
 def note(rows: list[tuple[str, ...]]) -> str:
     """Return what the table says, in sentences."""
-    found, localised, alarms = (sum(row[i] == "yes" for row in rows) for i in (2, 3, 5))
+    detected, localised, alarms = (sum(row[i] == "yes" for row in rows) for i in (2, 3, 5))
     silent = sum(row[2] != "not silent" for row in rows)
     return (
         "Each bug is written anew as a small program, that runs with the bug and without, on 2 processes (4 for a "
         "pipeline) against one, or on one against another version or setting of itself. It is found if `verify_runs` "
         "says that they differ, and localised if the module or parameter named first, and where it shows, is what is "
-        f"at fault. Of {silent} bugs that show in numbers {found} are found and {localised} localised; without them, "
-        f"{alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not end: "
+        f"at fault. Of {silent} bugs that show in numbers {detected} are found and {localised} localised; without "
+        f"them, {alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not end: "
         "here gloo gives up waiting, and no number is wrong before."
     )

@@ -121,10 +121,10 @@ class Meeting:
         """Return all records, and the parts here after those that a host lacks were brought to it. Collective."""
         source = {rank: next(host for host in intact if rank in intact[host]) for rank in range(ranks)}
         leads = self._hosts.index(self._here) == self._group.rank
-        told = {rank: mine[rank].text for rank in mine if leads and source[rank] == self._here}
+        here = {rank: mine[rank].text for rank in mine if leads and source[rank] == self._here}
         own = mine.get(self._group.rank)
         as_before = ranks == self._group.world and (own is None or own.layout == layout)
-        everyone = self._group.attempt(_FAILED, lambda: (told, as_before))
+        everyone = self._group.attempt(_FAILED, lambda: (here, as_before))
         texts = {rank: text for told_there, _ in everyone for rank, text in told_there.items()}
         records = [mine.get(rank) or Part.parse(Path(), texts[rank]) for rank in range(ranks)]
         alone = all(same for _, same in everyone)  # each rank needs its own part, and no other

@@ -147,9 +147,10 @@ class Snapshots:
             "rng": table,
         }
         if self._kept is None or self._kept[0] != placed:  # else no word of it is another
-            told = state.rank_content("", ranks, {}, manifest, tensors)
+            content = state.rank_content("", ranks, {}, manifest, tensors)
             entries = {key: asdict(entry) for key, entry in manifest.tensors.items()}
-            lasting = {"entries": entries, "told": [told.first, [*told.entries], told.tied, bool(told.models)]}
+            told = [content.first, [*content.entries], content.tied, bool(content.models)]
+            lasting = {"entries": entries, "told": told}
             self._kept = placed, lasting_text(placed, lasting)
         lasting_part = self._kept[1]
 

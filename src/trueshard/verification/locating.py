@@ -69,8 +69,8 @@ def located(case: Case, progress: Progress) -> Located | None:
     watch(setup, measure, microbatches, step, case.seed)
     expected, allowed = case.tensors("reference"), Tolerances({}, 0.0, {}) if case.is_exact else first.tolerances
     known, gradients = expected.names("gradients", step), compare.values_of("gradients", setup.model)
-    found = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed, step)
-    return located_on(measure, found, step, source)
+    differing = distances(gradients, known, lambda name: expected.read("gradients", step, name), allowed, step)
+    return located_on(measure, differing, step, source)
 
 
 def distances(

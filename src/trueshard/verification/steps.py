@@ -90,7 +90,7 @@ class StepVerifier(Callback):
             values, again = self._computed(plain, batch), self._computed(plain, batch, is_shaken=True)
         except Exception as error:  # on every rank, if rank 0 cannot compute
             record: dict[str, Any] = {"verify_failed": one_line(error)}
-            told = f"one rank cannot compute it: {one_line(error)}"
+            message = f"one rank cannot compute it: {one_line(error)}"
         else:
             both = values.keys() & again.keys()  # a rounding error may send an expert no token
             noise = {("gradients", 1, name): compare.distance(again[name], values[name])[1] for name in both}
@@ -98,11 +98,11 @@ class StepVerifier(Callback):
             sizes = max((one.relative for one in compared), default=0.0), not all(one.held for one in compared)
             largest, wrong = on_first_rank(lambda: sizes)
             record = {"verified": not wrong, "verify_difference": largest}
-            told = self._first(plain, batch, values) if wrong and not self._told else ""
-        if told and not self._told:
-            record["verify_first"], self._told = told, True
+            message = self._first(plain, batch, values) if wrong and not self._told else ""
+        if message and not self._told:
+            record["verify_first"], self._told = message, True
             if self._trainer.rank == 0:
-                logger.warning("train.verify_every, step %d, said once: %s", self._trainer.step + 1, told)
+                logger.warning("train.verify_every, step %d, said once: %s", self._trainer.step + 1, message)
         return record
 
     def _first(self, plain: nn.Module | None, batch: Any, expected: Named) -> str:
