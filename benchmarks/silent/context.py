@@ -30,7 +30,7 @@ class Context(nn.Module):
         places = torch.arange(LENGTH)
         mine = self.run.mine(places)
         x = self.run.mine(x, 1) + self.place(mine if self.positions else mine - mine[0])
-        key, value = (across(self.join, each(x), self.run) for each in (self.key, self.value))
+        key, value = (across(self.join, layer(x), self.run) for layer in (self.key, self.value))
         mask = mine[:, None] >= places
         attended = nn.functional.scaled_dot_product_attention(self.query(x), key, value, attn_mask=mask)
         return self.head(attended)

@@ -139,6 +139,6 @@ def note(rows: list[tuple[str, ...]]) -> str:
         "pipeline) against one, or on one against another version or setting of itself. It is found if `verify_runs` "
         "says that they differ, and localised if the module or parameter named first, and where it shows, is what is "
         f"at fault. Of {silent} bugs that show in numbers {detected} are found and {localised} localised; without "
-        f"them, {alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not end: "
-        "here gloo gives up waiting, and no number is wrong before."
+        f"them, {alarms} false alarms. {len(rows) - silent} of TrainCheck's list is reported as a run that does not "
+        "end: here gloo gives up waiting, and no number is wrong before."
     )
