@@ -283,11 +283,13 @@ class ExactSums:
                 "after each forward; for a module that the model itself calls again, choose larger units"
             )
         self.factor = 1.0 / self.mesh.size()
+        called = sorted(set(self._names.values()))
         if not self._rounds or is_simulated(self.mesh):
             self.forget()
+            if self._rounds:
+                self._units_of(called)  # a forecast counts what stays
             return
         is_first, self._is_first = self._is_first, False
-        called = sorted(set(self._names.values()))
         largest = self._in_steps(called)
         sums = all_reduce(largest.sum(0), self.mesh)
         self._unread = _Check.begin(called, sums)
@@ -311,14 +313,18 @@ class ExactSums:
         """
         largest, finest = self._largest, self._finest
         self.forget()
+        units = self._units_of(called)
+        count = max(map(len, largest.values()), default=1)
+        zero = next((few[0].new_zeros(()) for few in largest.values()), units.new_zeros(()))
+        padded = [[*few, *[zero] * (count - len(few))] for few in (largest.get(name, []) for name in called)]
+        peaks = torch.stack([few[number] for number in range(count) for few in padded])
+        return peaks.to(units).view(count, len(called)) * (units * finest)
+
+    def _units_of(self, called: Sequence[str]) -> torch.Tensor:
         if self._units is None:
             units = [math.ldexp(1.0, -self._exponents[name]) for name in called]
             self._units = torch.tensor(units, dtype=torch.float64).to(device_of(self.mesh))
-        count = max(map(len, largest.values()), default=1)
-        zero = next((few[0].new_zeros(()) for few in largest.values()), self._units.new_zeros(()))
-        padded = [[*few, *[zero] * (count - len(few))] for few in (largest.get(name, []) for name in called)]
-        peaks = torch.stack([few[number] for number in range(count) for few in padded])
-        return peaks.to(self._units).view(count, len(called)) * (self._units * finest)
+        return self._units
 
     def _refuse(self, check: _Check) -> None:
         worst = int(torch.where(check.over, check.sums, 0.0).argmax())
