@@ -175,8 +175,16 @@ def resolve(index: Index, how: Plan | Options, ranks: tuple[int, ...], memory: i
         split_head=heads,
         experts=experts.shared_out(index, plan.experts),
     )
-    plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications(), ranks=ranks)
-    return policies.apply_words(plan, ranks[-1], memory)
+    plan = dataclasses.replace(plan, units=grouping.units(), replicated=grouping.replications())
+    return on_ranks(plan, ranks, memory)
+
+
+def on_ranks(plan: Plan, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
+    """Return a plan that has its units, whose words are worked out for ``ranks`` anew; ``memory``: as of ``resolve``.
+
+    Raises ValueError for words that do not go with them.
+    """
+    return policies.apply_words(dataclasses.replace(plan, ranks=ranks), ranks[-1], memory)
 
 
 def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:

@@ -102,8 +102,8 @@ def summed(costs: Sequence[UnitCost]) -> UnitCost:
     return UnitCost(*(max(v, default=0.0) if name.endswith("_peak") else sum(v) for name, v in columns.items()))
 
 
-def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
-    """Return the costs of the units of a probe."""
+def measured(trace: Trace, memory: Mapping[str, Mapping[str, float]], cluster: Cluster, mode: Mode) -> Costs:
+    """Return the costs of the units of a probe; ``memory``: as ``memory_of`` returns it."""
     units: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     last_forward: dict[str, int] = {}
     kernels: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -134,15 +134,17 @@ def measured(trace: Trace, cluster: Cluster, mode: Mode) -> Costs:
                 units[event.unit]["issuing"] += launch + efficiency.collective_seconds
     for (name, key), count in kernels.items():  # the host issues kernels one after the other
         units[name][key] = max(units[name][key], count * launch)
-    _measure_memory(trace, units)
+    for name, sizes in memory.items():
+        units[name].update(sizes)
     step = UnitCost(**units.pop(_STEP, {}))
     order = sorted(units, key=lambda name: last_forward.get(name, -1))
     costs = {name: UnitCost(**units[name]) for name in order}
     return Costs(costs, step, cluster.mesh[-1], len(trace.events) / (len(costs) + 1))
 
 
-def _measure_memory(trace: Trace, units: Mapping[str, dict[str, float]]) -> None:
-    """Add the bytes of each unit to its costs."""
+def memory_of(trace: Trace) -> Mapping[str, Mapping[str, float]]:
+    """Return bytes of each unit of a probe, and of ``_STEP``, by field of ``UnitCost``: the same on every device."""
+    units: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     end = len(trace.events)
     changes = np.zeros(end + 1, np.int64)
     for lifetime in ledger.lifetimes(trace):
@@ -163,6 +165,7 @@ def _measure_memory(trace: Trace, units: Mapping[str, dict[str, float]]) -> None
         unit = units[event.place.unit if phase in ("forward", "backward") else _STEP]
         key = "backward_peak" if phase == "backward" else "forward_peak"
         unit[key] = max(unit[key], int(live[i]))
+    return units
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from trueshard.planner.hardware import Mode
 from trueshard.planner.inputs.batches import quietly
 from trueshard.planner.process import Task, Workers
 from trueshard.planner.reserve import LARGE_SEGMENT
-from trueshard.planner.search.costs import Costs, Layout, PlannedUnit, UnitCost, measured, summed
+from trueshard.planner.search.costs import Costs, Layout, PlannedUnit, UnitCost, measured, memory_of, summed
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting, Space, Values
 from trueshard.planner.simulation.extension import KEPT
-from trueshard.planner.simulation.repeats import find_runs, runs_in
+from trueshard.planner.simulation.repeats import runs_in
 from trueshard.planner.simulation.simulate import Short, Simulation, Simulator
 from trueshard.planner.trace import Trace
 from trueshard.planner.workload import Job, Study, Workload
@@ -58,6 +58,9 @@ class Simulations:
         self._resolved: dict[str, Plan] = {}
         self.probes: dict[str, tuple[dict[tuple[int, Recompute], Task], Cluster]] = {}
         """Probes of a job by microbatch and way of recomputation, and their cluster; by ``Evaluator.start_probes``."""
+        self._memory = functools.cache(lambda probe: memory_of(probe()))
+        self._costs: dict[tuple[Task, str], Costs] = {}
+        """Costs by probe, and by device and mode in words."""
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
 
     @contextlib.contextmanager
@@ -83,6 +86,13 @@ class Simulations:
     def probe(self, short: Short) -> Task:
         """Start a step of a short model, whose trace tells what units cost."""
         return self.workers.start("probe", _sendable(short))
+
+    def costs(self, probe: Task, cluster: Cluster, mode: Mode) -> Costs:
+        """Return what the units of a probe cost: measured once for a device, however many of them there are."""
+        key = probe, repr((cluster.hardware, mode))
+        if key not in self._costs:
+            self._costs[key] = measured(probe(), self._memory(probe), cluster, mode)
+        return self._costs[key]
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
         made = [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
@@ -295,7 +305,7 @@ class Evaluator:
                 base, reshard_after_forward="always", activation_checkpointing=again, offload="none"
             )
             plan = policies.apply_words(plan, base.ranks[-1])
-            runs = find_runs(self.simulations.simulator.model, plan)
+            runs = self.simulations.simulator.repeats.runs(plan)
             for size in dict.fromkeys((sizes[0], sizes[-1])):
                 job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
                 self._probes[size, recompute] = self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)))
@@ -305,8 +315,8 @@ class Evaluator:
         if not self._probes:  # predicted outside of a search
             self.start_probes()
         sizes = sorted({size for size, word in self._probes if word == recompute})
-        traces = (self._probes[size, recompute]() for size in (sizes[0], sizes[-1]))
-        few, many = (measured(trace, self._probed, self._mode) for trace in traces)
+        probes = (self._probes[size, recompute] for size in (sizes[0], sizes[-1]))
+        few, many = (self.simulations.costs(probe, self._probed, self._mode) for probe in probes)
         share = (microbatch - sizes[0]) / max(1, sizes[-1] - sizes[0])
         costs: Costs = few.at(many, share) if share else few
         return costs

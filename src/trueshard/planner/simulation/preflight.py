@@ -29,7 +29,6 @@ from trueshard.planner.simulation.environment import fake_tensors_look_real
 from trueshard.planner.simulation.fake_values import KnownValues, code_line, innermost_frame, is_of_library
 from trueshard.planner.simulation.recorder import watching_forwards
 from trueshard.planner.simulation.recurrences import RefusedLoop, recurrences
-from trueshard.planner.simulation.repeats import find_runs
 from trueshard.planner.simulation.simulate import Simulator, own_part, simulated_mesh
 from trueshard.planner.workload import Job
 from trueshard.plans import Plan
@@ -99,10 +98,9 @@ class _Trial:
 
     def _short(self, how: Plan | Options) -> tuple[nn.Module, Plan] | None:
         """Return the model with ``_BLOCKS`` of each run, and its plan; None if there is no run."""
-        model = self.simulator.model
         try:
             plan = self.simulator.resolve(how, self.job.ranks)
-            runs = find_runs(model, plan)
+            runs = self.simulator.repeats.runs(plan)
             return self.simulator.short_copy(plan, runs, [_BLOCKS] * len(runs)) if runs else None
         except (ValueError, TypeError):  # shard() will raise it
             return None

@@ -7,6 +7,7 @@ the plan says of them. A repeated pattern (dense, experts, dense, experts, …) 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,21 +73,74 @@ class Run:
 
 def find_runs(model: nn.Module, plan: Plan) -> list[Run]:
     """Return the longest runs of at least ``FEWEST`` blocks of an unsharded model that are equal, also in ``plan``."""
-    root = names.unwrap(model)
-    policies = {
-        name: (unit.kind, unit.reshard_after_forward, unit.activation_checkpointing, unit.unshard_in_backward)
-        for unit in plan.units
-        for name in unit.modules
-    }
-    styles = by_name(names.Index(root), plan, plan.styles) if plan.tensor > 1 else {}
-    uses = Counter(id(parameter) for _, parameter in root.named_parameters(remove_duplicate=False))
-    tied = {parameter for parameter, count in uses.items() if count > 1}
-    runs: list[Run] = []
-    for name, module in names.named_modules(root):
-        inside = any(name.startswith(f"{run.container}.") for run in runs)
-        if isinstance(module, _CONTAINERS) and not inside and len(module) >= FEWEST:
-            runs += runs_in(name, _classes(list(module), f"{name}." if name else "", policies, tied, styles))
-    return runs
+    return Repeats(model).runs(plan)
+
+
+class Repeats:
+    """Equal blocks of one unsharded model, which stays as it is: what they are made of is compared once for all plans.
+
+    A large model has a hundred thousand attributes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = names.unwrap(model)
+        self.containers = {
+            name: module
+            for name, module in names.named_modules(self.root)
+            if isinstance(module, _CONTAINERS) and len(module) >= FEWEST
+        }
+        uses = Counter(id(parameter) for _, parameter in self.root.named_parameters(remove_duplicate=False))
+        self.tied = {parameter for parameter, count in uses.items() if count > 1}
+        self.blocks = functools.cache(self._blocks)
+
+    def runs(self, plan: Plan) -> list[Run]:
+        """Return the longest runs of at least ``FEWEST`` blocks that are equal, also in ``plan``."""
+        policies = {
+            name: (unit.kind, unit.reshard_after_forward, unit.activation_checkpointing, unit.unshard_in_backward)
+            for unit in plan.units
+            for name in unit.modules
+        }
+        styles = by_name(names.Index(self.root), plan, plan.styles) if plan.tensor > 1 else {}
+        runs: list[Run] = []
+        for name in self.containers:
+            if not any(name.startswith(f"{run.container}.") for run in runs):
+                runs += runs_in(name, [_planned(block, policies, styles) for block in self.blocks(name)])
+        return runs
+
+    def _blocks(self, container: str) -> list[_Block]:
+        prefix = f"{container}." if container else ""
+        blocks = [names.unwrap(block) for block in self.containers[container]]
+        traits = [_traits(block, self.tied) for block in blocks]
+        _equate_positions(traits)
+        return [
+            _Block(
+                f"{prefix}{i}",
+                traits.index(traits[i]),
+                tuple(inner for inner, _ in names.named_modules(block)),
+                tuple(inner for inner, _, _, _ in names.named_tensors(block, "parameters")),
+            )
+            for i, block in enumerate(blocks)
+        ]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a container."""
+
+    name: str
+    number: int
+    """Equal blocks have equal numbers."""
+    modules: tuple[str, ...]
+    """Names inside the block, the block's own, ``""``, first; likewise ``parameters``."""
+    parameters: tuple[str, ...]
+
+
+def _planned(block: _Block, policies: Mapping[str, Any], styles: Mapping[str, str]) -> Hashable:
+    """Return what must be equal for a block to be equal to another in a plan; an ``object()`` equals no other."""
+    start = f"{block.name}."
+    planned = tuple(policies.get(start + inner if inner else block.name) for inner in block.modules)
+    shared = tuple((name[len(start) :], style) for name, style in styles.items() if name.startswith(start))
+    return block.number, planned, shared, None if _is_gathered_inside(block, policies) else object()
 
 
 def runs_in(container: str, classes: Sequence[Hashable]) -> list[Run]:
@@ -114,27 +168,13 @@ def _repetitions(classes: Sequence[Hashable], start: int, period: int) -> int:
     return count
 
 
-def _classes(
-    blocks: Sequence[nn.Module], prefix: str, policies: Mapping[str, Any], tied: set[int], styles: Mapping[str, str]
-) -> list[int]:
-    """Return a number for each block; equal blocks have equal numbers."""
-    traits = [_traits(names.unwrap(block), f"{prefix}{i}", policies, tied) for i, block in enumerate(blocks)]
-    for i, of_block in enumerate(traits):
-        start = f"{prefix}{i}."
-        of_block["", "styles"] = {name[len(start) :]: style for name, style in styles.items() if name.startswith(start)}
-    _equate_positions(traits)
-    return [traits.index(of_block) for of_block in traits]
-
-
-def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[int]) -> dict[Any, Any]:
-    """Return all that must be equal for a block to be equal to another; an ``object()`` equals no other."""
+def _traits(block: nn.Module, tied: set[int]) -> dict[Any, Any]:
+    """Return what a block is made of; an ``object()`` equals no other."""
     traits: dict[Any, Any] = {
         ("", "shares"): object() if tied & {id(parameter) for parameter in block.parameters()} else None
     }
-    if not _is_gathered_inside(block, name, policies):
-        traits["", "gathered outside"] = object()
     for inner, module in names.named_modules(block):
-        traits[inner] = type(module), module.training, policies.get(f"{name}.{inner}" if inner else name)
+        traits[inner] = type(module), module.training
         for tensors in (_torch.own_parameters(module), _torch.own_buffers(module)):
             for key, tensor in tensors.items():
                 layout = None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous())
@@ -146,12 +186,12 @@ def _traits(block: nn.Module, name: str, policies: Mapping[str, Any], tied: set[
     return traits
 
 
-def _is_gathered_inside(block: nn.Module, name: str, policies: Mapping[str, Any]) -> bool:
+def _is_gathered_inside(block: _Block, policies: Mapping[str, Any]) -> bool:
     """True if all parameters of a block belong to units inside it; else units outside would shrink with it."""
-    units = [unit for unit in policies if unit == name or unit.startswith(f"{name}.")]
-    if name in units:
+    if block.name in policies:
         return True
-    parameters = [f"{name}.{inner}" for inner, _, _, _ in names.named_tensors(block, "parameters")]
+    units = [unit for unit in policies if unit.startswith(f"{block.name}.")]
+    parameters = [f"{block.name}.{inner}" for inner in block.parameters]
     return all(any(parameter.startswith(f"{unit}.") for unit in units) for parameter in parameters)
 
 

@@ -35,7 +35,7 @@ from trueshard.planner.simulation.extension import KEPT, NotPeriodicError, exten
 from trueshard.planner.simulation.offloading import offloaded
 from trueshard.planner.simulation.recorder import Recorder, track_units
 from trueshard.planner.simulation.recurrences import recurrences
-from trueshard.planner.simulation.repeats import Run, find_runs, short_copy
+from trueshard.planner.simulation.repeats import Repeats, Run, short_copy
 from trueshard.planner.trace import EventPlace, Kernel, Phase, Trace
 from trueshard.planner.workload import Job, Workload, mesh_axes
 from trueshard.plans import Plan
@@ -201,6 +201,8 @@ class Simulator:
         """Makes the tensors of ``model``; what is made beside them is made by the same."""
         self._simulated: dict[Hashable, tuple[Simulation, Sequence[Run]]] = {}
         """Simulations of short models, with the runs of the model that was shortened, by ``Short.key``."""
+        self._units: dict[str, Plan] = {}
+        """Plans with the units that options mean, by these in words."""
         self._masks: MaskTrial | None = None
         """Result of the trial of the model for ranks that share sequences."""
 
@@ -219,21 +221,35 @@ class Simulator:
         return copied, plan
 
     @functools.cached_property
+    def repeats(self) -> Repeats:
+        """Equal blocks of ``model``."""
+        return Repeats(self.model)
+
+    @functools.cached_property
     def _index(self) -> names.Index:
         return names.Index(self.model)
 
     def resolve(self, how: Plan | Options, ranks: tuple[int, ...], memory: int | None = None) -> Plan:
         """Return a plan with its units; raise ValueError if ``shard()`` refuses it. ``memory``: bytes of a rank."""
         with self.mode:
-            plan = engine.resolve(self._index, how, ranks, memory)
+            plan = self._on_ranks(how, ranks, memory)
             return with_cut_dimensions(self._index, resolve_tensor(self._index, plan, mesh_axes(ranks, how)))
+
+    def _on_ranks(self, how: Plan | Options, ranks: tuple[int, ...], memory: int | None) -> Plan:
+        """Return ``engine.resolve``'s plan; units that options mean do not depend on ranks, and are chosen once."""
+        if isinstance(how, Plan):
+            return engine.resolve(self._index, how, ranks, memory)
+        if (plan := self._units.get(repr(how))) is not None:
+            return engine.on_ranks(plan, ranks, memory)
+        plan = self._units[repr(how)] = engine.resolve(self._index, how, ranks, memory)
+        return plan
 
     def simulate(self, job: Job, *, whole: bool = False) -> Simulation:
         """Run two steps of a job; see ``simulate``."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             plan = self.resolve(job.plan or job.choices, job.ranks)
-            runs = [] if whole else find_runs(self.model, plan)
+            runs = [] if whole else self.repeats.runs(plan)
         try:
             made = self._extended(Short(job, plan, runs, [KEPT] * len(runs)))
         except NotPeriodicError as reason:
