@@ -28,6 +28,8 @@ PARSED = {
     "sbatch ": "a cluster",
     "pip install ": "the tests of the package install it",
     "python -m benchmarks": "takes long, and is about this machine; `make bench`",
+    "python tests/lost_seconds": "takes minutes, and is about this machine",
+    "torchrun --nproc-per-node 2 tests/snapshot_seconds": "takes minutes, and is about this machine",
     "python -m pytest": "this is one",
     "trueshard plan qwen3-32b": "takes half a minute of two cores; tests/test_planner_offers.py runs it",
     "python examples/ray_train": "Ray is in an environment of its own; `make ray`",
