@@ -125,20 +125,17 @@ class Staging:
             torch.accelerator.current_stream().synchronize()
         return copies
 
-    def give(self, tensors: Sequence[torch.Tensor], take: Callable[[int, torch.Tensor], None]) -> Callable[[], None]:
-        """Call ``take`` with the place and the values of each tensor that lies in host memory.
-
-        Returns what does so for the rest, on any thread, from copies that are made now.
-        """
+    def copy_into(self, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Copy to tensors in host memory what lies there already; return what copies the rest, on any thread."""
         away = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
-        for i, tensor in enumerate(tensors):
+        for target, tensor in zip(targets, tensors, strict=True):
             if tensor.device.type == "cpu":
-                take(i, tensor)
+                target.copy_(tensor)
         staged = self.copies([tensors[i] for i in away])
 
         def land() -> None:
             for i, there in zip(away, staged, strict=True):
-                take(i, there)
+                targets[i].copy_(there)
 
         return land
 

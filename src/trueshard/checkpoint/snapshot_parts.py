@@ -28,15 +28,12 @@ from typing import Any
 import torch
 
 from trueshard.checkpoint.format import BLOCK, aligned, crc32, dtype_name, dtype_of
-from trueshard.checkpoint.process_group import as_bytes
 from trueshard.files import replace_text
 from trueshard.model.regions import Region, extent
 
 ROOT = "TRUESHARD_MEMORY"
 """Environment variable: another folder than /dev/shm under which runs keep their snapshots."""
 SLOTS = 2
-_PIECE = 1 << 18
-"""Bytes that are copied before their checksum is taken: few enough to be still in the processor's cache."""
 _RECORD = re.compile(r"rank-\d{5}\.json")
 
 
@@ -155,21 +152,6 @@ def checksum_of(data: torch.Tensor, value: int = 0) -> int:
     """Return the CRC-32 of bytes after others, whose own is ``value``, block by block: in between, threads may run."""
     for block in data.split(BLOCK):
         value = crc32(memoryview(block.numpy()), value)
-    return value
-
-
-def put_with_checksum(data: torch.Tensor, tensor: torch.Tensor) -> int:
-    """Copy a tensor to where its bytes in a part begin, and return the CRC-32 of all of them, in one pass.
-
-    ``data``: memory up to the next tensor, uint8. A second pass would read it once more from memory, which takes nearly
-    as long as the copy, of a processor that trains.
-    """
-    source = torch.frombuffer(as_bytes(tensor), dtype=torch.uint8) if tensor.numel() else data[:0]
-    value = 0
-    for place, piece in enumerate(data.split(_PIECE)):
-        values = source[place * _PIECE :][: len(piece)]
-        piece[: len(values)].copy_(values)
-        value = crc32(memoryview(piece.numpy()), value)
     return value
 
 

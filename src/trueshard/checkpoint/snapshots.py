@@ -1,8 +1,8 @@
 """Snapshots: the newest steps of a run in the memory of its hosts, for processes that start after others were lost.
 
 - Each rank copies what it holds to its host's memory, at places that stay the same from step to step; nothing is
-  gathered. All else happens on a thread: records, copies for another host, and the word of all ranks that they have
-  their part, without which the other slot is not written again (``[Note: Whole or not at all]``).
+  gathered. All else happens on a thread: checksums, records, copies for another host, and the word of all ranks that
+  they have their part, without which the other slot is not written again (``[Note: Whole or not at all]``).
 - Frozen parameters on a CPU are copied to a slot once, and again when their bits are others.
 - Loading takes the newest step of which every rank's part is there and intact, on this host or on another. What is read
   goes through ``load``'s own checks. At the number of ranks that made it each rank reads its own part; at another one,
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import secrets
 import shutil
@@ -24,7 +23,7 @@ import torch
 
 from trueshard import _torch
 from trueshard.checkpoint import state
-from trueshard.checkpoint.format import crc32, crc32_joined
+from trueshard.checkpoint.format import crc32
 from trueshard.checkpoint.loading import Found, LoadJob
 from trueshard.checkpoint.process_group import RankGroup, as_bytes
 from trueshard.checkpoint.saving import Saving, Staging, background, check_kind
@@ -34,6 +33,7 @@ from trueshard.checkpoint.snapshot_parts import (
     Part,
     Placed,
     Slot,
+    checksum_of,
     clear,
     folder_of,
     folders_of,
@@ -41,8 +41,8 @@ from trueshard.checkpoint.snapshot_parts import (
     make_private,
     parts_in,
     place,
-    put_with_checksum,
     record_of,
+    view_of,
 )
 from trueshard.errors import RankFailed, own_errors, warn_user
 from trueshard.files import replace_text
@@ -132,14 +132,9 @@ class Snapshots:
         stamp = [(placed[key], _bits(locals_of[key])) for key in frozen]
         (held, checksum), slot.frozen = slot.frozen, ([], 0)
         kept = len(frozen) if held == stamp else 0
-        begins = [*(part.begin for part in placed.values()), size]
-        lengths = [after - begin for begin, after in itertools.pairwise(begins)]
-        sums = [0] * len(lengths)
-
-        def take(i: int, tensor: torch.Tensor) -> None:
-            sums[kept + i] = put_with_checksum(data[begins[kept + i] :][: lengths[kept + i]], tensor)
-
-        land = self._staging.give(list(locals_of.values())[kept:], take)
+        views = [view_of(data, part) for part in placed.values()]
+        land = self._staging.copy_into(views[kept:], list(locals_of.values())[kept:])
+        begin = [*placed.values()][len(frozen)].begin
         about: dict[str, Any] = {"made_by": self._made_by, "step": step, "slot": self._next}
         about |= {"rank": ranks.rank, "ranks": ranks.world, "size": size, "layout": layout_of_regions(regions)}
         about["content"] = {
@@ -156,10 +151,8 @@ class Snapshots:
 
         def complete() -> None:
             land()
-            pieces = [*zip(sums, lengths, strict=True)]
-            slot.frozen = stamp, checksum if kept else crc32_joined(pieces[: len(frozen)])
-            pieces[: len(frozen)] = [(slot.frozen[1], begins[len(frozen)])]
-            text = record_of(about, crc32_joined(pieces), lasting_part)
+            slot.frozen = stamp, checksum if kept else checksum_of(data[:begin])
+            text = record_of(about, checksum_of(data[begin:], slot.frozen[1]), lasting_part)
             slot.publish(text)
             self._exchange_copies(ranks, about["slot"], text, data)
             try:
