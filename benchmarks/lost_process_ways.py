@@ -221,7 +221,10 @@ def _lose(run: _Run, sample: Sample) -> None:
         before = run.newest()
         run.wait(lambda: run.newest() > before, "a step beside the spares")
     time.sleep(sample.step / 2)
-    (victim,) = run.workers(run.command.victim)[:1]
+    victims = run.workers(run.command.victim)
+    if not victims:
+        raise Stuck(f"no process has {run.command.victim} after step {run.newest()}")
+    victim = victims[0]
     victim.send_signal(signal.SIGKILL)
     killed = time.perf_counter()
     lines = run.lines()

@@ -105,17 +105,17 @@ def test_reinforcement_learning_is_held_against_trl_and_against_other_ways_to_ge
 
 
 @pytest.mark.rest
-def test_every_way_goes_on_after_a_lost_process_and_those_from_memory_take_one_step_twice_at_most(
+def test_runs_go_on_after_a_lost_process_and_those_from_memory_take_one_step_twice_at_most(
     tmp_path: Path,
 ) -> None:
     table = quick(tmp_path, "lost_process")["lost_process"]
     samples = {each["way"]: each["samples"][0] for each in table["numbers"]}
     assert {way: each["failed"] for way, each in samples.items() if each["failed"]} == {}
-    assert len(table["rows"]) >= 6
+    assert len(table["rows"]) == 4
     own = [each for way, each in samples.items() if way.startswith("TrueShard")]
-    assert len(own) == 4
+    assert len(own) == 2
     assert all(each["twice"] <= 1 for each in own)
-    assert all("first step" in each["parts"] for each in own[:2])
+    assert all("first step" in each["parts"] for each in own[:1])
 
 
 @pytest.mark.rest

@@ -18,6 +18,7 @@ import trueshard
 from messages import lacking
 from optimizer_catalogue import APART
 from trueshard.verification import verify_runs
+from trueshard.verification.programs import SEEDS, verified
 
 SCRIPT = """
 import argparse, os
@@ -296,12 +297,13 @@ for step in range(4 if kind != "never" else 0):
 """
 
 
-def recorded(folder: Path, *arguments: object) -> int:
-    """Run ``SMALL``, recording in ``folder``; return its exit code."""
+def recorded(folder: Path, *arguments: object, seed: str = "") -> int:
+    """Run ``SMALL``, recording in ``folder``, with roundings of a seed or none; return its exit code."""
     file = folder.with_name("small.py")
     file.write_text(SMALL)
     command = [sys.executable, str(file), *map(str, arguments)]
-    return forks.run(command, env={**os.environ, "TRUESHARD_RECORD": str(folder)}, capture_output=True).returncode
+    environment = {**os.environ, "TRUESHARD_RECORD": str(folder), "TRUESHARD_RECORD_SHAKEN": seed}
+    return forks.run(command, env=environment, capture_output=True).returncode
 
 
 def test_two_recordings_agree_or_the_optimizer_is_named(tmp_path: Path) -> None:
@@ -315,6 +317,31 @@ def test_two_recordings_agree_or_the_optimizer_is_named(tmp_path: Path) -> None:
     assert (first.where, first.step, first.module) == ("optimizer", 1, "down")
     assert recorded(tmp_path / "own", 0.1, 4, "own") == 0
     assert verify_runs(tmp_path / "a", tmp_path / "own").held
+
+
+def test_roundings_are_drawn_again_where_runs_differ(tmp_path: Path) -> None:
+    one, again, other = tmp_path / "one", tmp_path / "again", tmp_path / "other"
+    for folder, rate in ((one, 0.1), (again, 0.1), (other, 0.2)):
+        assert recorded(folder, rate, 4, "torch") == 0
+    seeds: list[str] = []
+
+    def shaken(seed: str) -> Path:
+        seeds.append(seed)
+        folder = tmp_path / f"shaken-{len(seeds)}"
+        assert recorded(folder, 0.1, 4, "torch", seed=seed) == 0
+        return folder
+
+    assert verified(one, again, shaken).held
+    assert seeds == ["1"]
+    report = verified(one, other, shaken)
+    assert report.first is not None
+    assert report.first.where == "optimizer"
+    assert seeds == ["1", *SEEDS]
+    both = [tmp_path / "shaken-2", tmp_path / "shaken-3"]
+    assert not verify_runs(*both, exact=True).held
+    assert all(verify_runs(one, folder, both).held for folder in both)
+    assert recorded(tmp_path / "no seed", 0.1, 4, "torch", seed="often") == 1
+    assert not (tmp_path / "no seed").exists()
 
 
 @pytest.mark.rest

@@ -71,6 +71,10 @@ def run(tell: Tell, quick: bool = False) -> Table:
     )
 
 
+class _FailedError(Exception):
+    """A run with other roundings ended otherwise."""
+
+
 class Compared:
     """Runs held against the same reference, which is recorded once.
 
@@ -82,33 +86,43 @@ class Compared:
 
     def __init__(self, record: Callable[..., None], folder: Path, **options: Any) -> None:
         self._record, self._folder = record, folder
-        self._error = self._run("reference", 1, **options) or self._run("shaken", 1, shaken=True, **options)
+        self._options = options
+        self._error = self._run("reference", 1, **options)
 
     def of(self, ranks: int, **options: Any) -> Found:
         """Return what is said of a run on ``ranks`` processes."""
-        from trueshard.verification import verify_runs
+        from trueshard.verification.programs import verified
 
         name = f"run-{'-'.join([str(ranks), *map(str, options.values())])}"
         error = self._error or self._run(name, ranks, **options)
         if error:
             return Found(True, words=error)
-        report = verify_runs(self._folder / "reference", self._folder / name, self._folder / "shaken")
+        try:
+            report = verified(self._folder / "reference", self._folder / name, self._shaken)
+        except _FailedError as error:
+            return Found(True, words=str(error))
         first = report.first
         if first is None:
             return Found(not report.held, words="" if report.held else str(report))
         return Found(True, first.module, first.where, str(first).removeprefix("First: "))
 
-    def _run(self, name: str, ranks: int, shaken: bool = False, **options: Any) -> str:
+    def _shaken(self, seed: str) -> Path:
+        folder = self._folder / f"shaken-{seed}"
+        if not folder.exists() and (error := self._run(folder.name, 1, seed, **self._options)):
+            raise _FailedError(error)
+        return folder
+
+    def _run(self, name: str, ranks: int, seed: str = "", **options: Any) -> str:
         """Record a run; return what went wrong, or nothing."""
-        ends = on_ranks_within(LIMIT, PATIENCE, _as_recorded, ranks, self._record, self._folder / name, shaken, options)
+        ends = on_ranks_within(LIMIT, PATIENCE, _as_recorded, ranks, self._record, self._folder / name, seed, options)
         wrong = [end for end in ends if isinstance(end, Unfinished)]
         return (ENDS if any(end.hung for end in wrong) else RAISES) if wrong else ""
 
 
-def _as_recorded(record: Callable[..., None], folder: Path, shaken: bool, options: dict[str, Any]) -> None:
+def _as_recorded(record: Callable[..., None], folder: Path, seed: str, options: dict[str, Any]) -> None:
     """Run with the environment variables that ``trueshard verify`` sets."""
     os.environ |= {"TRUESHARD_RECORD": str(folder), "TRUESHARD_RECORD_STEPS": str(STEPS - 1)}
-    os.environ |= {"TRUESHARD_RECORD_SHAKEN": "1"} if shaken else {}
+    os.environ["TRUESHARD_RECORD_SHAKEN"] = seed
     record(**options)
 
 

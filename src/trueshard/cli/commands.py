@@ -225,7 +225,9 @@ def verify(
     timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
     record: Annotated[Path | None, typer.Option(help="Record the command behind --.", metavar="FOLDER")] = None,
     alone: Annotated[str, typer.Option(help="Arguments of the script on one process.", metavar="TEXT")] = "",
-    shaken: Annotated[Path | None, typer.Option(help="The first run at other roundings.", metavar="FOLDER")] = None,
+    shaken: Annotated[
+        list[Path] | None, typer.Option(help="The first run at other roundings; may be repeated.", metavar="FOLDER")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:

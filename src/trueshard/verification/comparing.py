@@ -272,20 +272,19 @@ def _flat(run: Recording, contents: Sequence[str]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
 
 
-def _tolerances(first: Recording, shaken: Recording | None) -> Allowed:
+def _tolerances(first: Recording, shaken: Sequence[Recording]) -> Allowed:
     """Return what may be apart, by kind, step and name."""
     noise: dict[tuple[str, int, str], float] = {}
-    for step in range(1, first.steps + 1) if shaken else ():
-        assert shaken is not None
-        by_rank = _passed(first, shaken, step, _match(first, shaken, step), _no_bit)
-        for one in [*(one for rank in by_rank for _, one in rank), *_values(first, shaken, step, _no_bit)]:
+    for step, run in itertools.product(range(1, first.steps + 1), shaken):
+        by_rank = _passed(first, run, step, _match(first, run, step), _no_bit)
+        for one in [*(one for rank in by_rank for _, one in rank), *_values(first, run, step, _no_bit)]:
             key = one.kind, step, one.name
             noise[key] = max(noise.get(key, 0.0), 0.0 if one.words else one.relative)
     dtypes = {name for rank in first.ranks for name in rank["dtypes"]}
     tolerances = Tolerances(noise, max(FLOORS.get(getattr(torch, name), 0.0) for name in dtypes), {})
 
     def allowed(kind: str, step: int, name: str) -> float:
-        rough = shaken is None and step and (step > 1 or kind in ("parameters", "state"))
+        rough = not shaken and step and (step > 1 or kind in ("parameters", "state"))
         return tolerances.of(kind, step, name) * (UNMEASURED if rough else 1.0)
 
     return allowed
@@ -317,14 +316,19 @@ def _first(values: list[Comparison], by_rank: list[Passed], step: int, source: s
 
 @own_errors()
 def verify_runs(
-    first: str | Path, second: str | Path, shaken: str | Path | None = None, *, exact: bool = False
+    first: str | Path,
+    second: str | Path,
+    shaken: str | Path | Sequence[str | Path] | None = None,
+    *,
+    exact: bool = False,
 ) -> ComparedRuns:
     """Compare two recordings, and name the first module, gradient or parameter at which the second leaves the first.
 
     Args:
         first: folder of a recording: of the run that is right, if one is. See ``record``.
         second: folder of the other one, of any number of ranks.
-        shaken: a recording of the first run with other roundings; None: fixed tolerances.
+        shaken: a recording of the first run with other roundings, or several of other seeds, of which the largest
+            difference counts; None: fixed tolerances.
         exact: no bit may differ.
 
     Returns:
@@ -336,8 +340,9 @@ def verify_runs(
     one, two = Recording(first), Recording(second)
     if not one.names("parameters", 0).keys() & two.names("parameters", 0).keys():
         raise ValueError(f"{first} and {second} are of other models: no parameter has the same name in both")
-    allowed = _no_bit if exact else _tolerances(one, None if shaken is None else Recording(shaken))
-    source = f": {FACTOR:g} times what rounding errors change of it" if shaken else ""
+    folders = [shaken] if isinstance(shaken, (str, Path)) else shaken or []
+    allowed = _no_bit if exact else _tolerances(one, [Recording(folder) for folder in folders])
+    source = f": {FACTOR:g} times what rounding errors change of it" if folders else ""
     compared: list[Comparison] = []
     located = None
     for step in range(min(one.steps, two.steps) + 1):
@@ -359,4 +364,4 @@ def verify_runs(
     points = tuple(point_of(name, some, "") for name, some in by_point.items() if some)
     setting = {"first": str(one), "second": str(two), "steps": min(one.steps, two.steps)}
     rough = f"No third run (--shaken) tells rounding: after a step, values may be {UNMEASURED:,.0f} times as far apart."
-    return ComparedRuns(points, setting, () if shaken or exact else (rough,), first=located)
+    return ComparedRuns(points, setting, () if folders or exact else (rough,), first=located)

@@ -26,10 +26,10 @@ from trueshard.verification.compare import FLOORS
 
 
 class Disturbance:
-    """Disturbs the run of one model on this process, the same way each time."""
+    """Disturbs the run of one model on this process, the same way each time that it has the same seed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._random = model, torch.Generator().manual_seed(0)
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self._model, self._random = model, torch.Generator().manual_seed(seed)
         for module in _torch.every_module(model):
             if _may_be_row_wise(module):
                 module.forward = functools.partial(_in_halves, module, module.forward)

@@ -40,7 +40,7 @@ from trueshard.verification.disturbing import Disturbance
 from trueshard.verification.modules import Place, Recorder
 
 FOLDER, STEPS, SHAKEN, STOPS = (f"TRUESHARD_RECORD{end}" for end in ("", "_STEPS", "_SHAKEN", "_STOPS"))
-"""Environment variables: folder; steps (3); disturb by rounding; end the program after the steps."""
+"""Environment variables: folder; steps (3); disturb by rounding, with this seed; end the program after the steps."""
 INDEX = "record.json"
 
 
@@ -54,6 +54,12 @@ def record(model: nn.Module, optimizer: Any = None) -> None:
     """
     if os.environ.get(FOLDER):
         begin().look_for(model, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+
+
+def _seed(text: str) -> int | None:
+    if text and not text.isdecimal():
+        raise TrueShardValueError(f"{SHAKEN}={text}: it is the seed of the roundings; give a whole number")
+    return int(text) if text else None
 
 
 @functools.cache
@@ -119,6 +125,7 @@ class _Recording(Recorder):
         self._notes["rank"] = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
         self._notes["ranks"] = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
         self._own = self._folder / f"rank-{self._notes['rank']}"
+        seed = _seed(os.environ.get(SHAKEN, ""))
         try:
             self._own.mkdir(parents=True)
         except FileExistsError:
@@ -129,8 +136,8 @@ class _Recording(Recorder):
         if any(isinstance(parameter, FlatParameter) for parameter in trained.values()):
             raise TrueShardValueError("the model's parameters are flat (FSDP 1): give it use_orig_params=True")
         self._notes["trained"] = list(trained)
-        if os.environ.get(SHAKEN):
-            self._disturbance = Disturbance(root)
+        if seed is not None:
+            self._disturbance = Disturbance(root, seed)
             self._disturbance.parameters(trained.values())
         self._keep_all("parameters", 0)
         for module in modules:  # before FSDP2 gathers parameters for the pass
