@@ -36,7 +36,7 @@ TEXTS = ("json", "email", "asyncio", "http")
 """Packages of the standard library whose source is the text."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--max-restarts={RESTARTS}")
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""For peers: else ranks that torchrun (2.13) starts again read the addresses of the dead, and now and then hang."""
+"""For peers: ranks that torchrun (2.13) starts again meet at a store of their own, not at that of the dead."""
 CONFIG = """
 [run]
 dir = "run"
@@ -212,7 +212,7 @@ def _note(by_way: dict[str, list[Sample]]) -> str:
         "keep nothing. FSDP2: `fully_shard` by hand and `torch.distributed.checkpoint.async_save`, one under way at a "
         'time. Lightning: `ModelParallelStrategy`, `ModelCheckpoint` at each step, `ckpt_path="last"`. All that '
         "restart do so by `torchrun --max-restarts` or our launcher; peers with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, "
-        "without which ranks that torchrun starts again may hang on addresses of the dead. "
+        "by which ranks that start again meet at a store of their own. "
         "torchft: two replicas of its DDP, each whole in "
         "one process, under a lighthouse with the settings of its documentation; it is held against torch's DDP, and "
         "shards nothing, so its step is not that of the others: its run goes on with half the batch until the lost "

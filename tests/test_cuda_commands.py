@@ -14,6 +14,7 @@ from emulated_cuda import MEMORY, build
 from emulated_cuda.running import run
 from running import project
 from trueshard.checkpoint.format import MANIFEST
+from trueshard.checkpoint.snapshot_parts import ROOT as PLACE
 
 pytestmark = [
     pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler: install g++, or set CXX"),
@@ -93,6 +94,34 @@ def test_a_run_out_of_memory_is_planned_anew_for_a_device_that_the_catalogue_doe
     assert done.code == 0, done.output[-4000:]
     assert not done.faults
     assert re.search(r"rank \d ran out of memory: .*the plan needs .* train.accumulate = \d \(planned: ", done.output)
+
+
+FULL = """
+from pathlib import Path
+import torch
+from trueshard.train.callbacks import Callback
+class Full(Callback):
+    # Once, after the third step, rank 1 asks for more than its device has.
+    def on_step(self, trainer, record):
+        if trainer.step == 3 and trainer.rank == 1 and not (once := Path(__file__).with_name("once")).exists():
+            once.touch()
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_run_out_of_memory_goes_on_from_the_step_in_the_hosts_memory(tmp_path: Path) -> None:
+    folder = project(tmp_path / "run")
+    (folder / "full.py").write_text(FULL)
+    words = settings("train.batch_size=64", "train.sequence_length=256", "train.steps=5", "train.on_oom=tighten")
+    words += settings("model.fields.hidden_size=64", "train.memory_every=1")
+    words += settings(f"train.callbacks=['{folder / 'full.py'}:Full']")
+    command = [sys.executable, "-m", "trueshard", "train", "train.toml", "--nproc", "2", *words]
+    done = run(command, devices=2, cwd=folder, variables={MEMORY: str(1 << 29), PLACE: str(tmp_path)})
+    assert done.code == 0, done.output[-4000:]
+    assert not done.faults
+    assert re.search(r"rank 1 ran out of memory: .*train.accumulate = \d", done.output)
+    assert re.search(r"Resumed after step [23] from memory", done.output), done.output[-4000:]
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("trueshard-")] == []
 
 
 def test_reinforcement_learning_takes_over_weights_and_updates(tmp_path: Path) -> None:

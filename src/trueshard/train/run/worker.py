@@ -36,7 +36,7 @@ from trueshard.train.config import Config
 from trueshard.train.losses import summed
 from trueshard.train.models.build import build
 from trueshard.train.run import out_of_memory, resuming
-from trueshard.train.run.checks import Ready, check, held, newest_steps, tell_changes, tell_if_complete
+from trueshard.train.run.checks import Ready, check, check_settings, held, newest_steps, tell_changes, tell_if_complete
 from trueshard.train.run.incidents import LOST, Incident
 from trueshard.train.run.session import train
 from trueshard.train.run.world import World, join
@@ -232,6 +232,9 @@ def _check_together(worker: _Worker, world: World, locks: contextlib.ExitStack) 
             message[1] = ready.config
         except UserError as error:
             message[0] = str(error)
+    else:
+        with contextlib.suppress(Exception):  # what is wrong is rank 0's to tell
+            check_settings(worker.config, world.size)  # beside rank 0's checks, for what it imports: that takes seconds
     dist.broadcast_object_list(message, src=0, group=patient)
     problem, config = message
     if problem:
