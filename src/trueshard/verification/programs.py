@@ -16,8 +16,9 @@ from trueshard.verification.comparing import ComparedRuns, verify_runs
 from trueshard.verification.recording import FOLDER, INDEX, SHAKEN, STEPS, STOPS
 
 SEEDS = "1", "2", "3"
-"""Of runs with other roundings. Those behind the first are recorded if runs differ by more than the ones before allow:
-where few terms are added, one draw may happen to leave a tensor nearly as it was."""
+"""Seeds of runs with other roundings. One behind the first is recorded if runs differ by more than those before allow:
+where few terms are added, a draw may happen to leave a tensor nearly as it was."""
+
 _RUN = """
 import os, runpy
 from trueshard.verification.recording import begin
