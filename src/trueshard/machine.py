@@ -62,6 +62,10 @@ def _limit(name: str) -> str:
         return ""
 
 
+_MANY = 100_000
+"""New objects that are not few: the collector takes some 10 ms for so many."""
+
+
 @contextlib.contextmanager
 def garbage_collection_paused() -> Iterator[None]:
     """Collect no garbage inside: where many objects are made that stay, looking through all of them is in vain.
@@ -76,7 +80,8 @@ def garbage_collection_paused() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():
+            # Fewer are looked through sooner than those that are frozen are counted, one by one.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
