@@ -38,14 +38,15 @@ WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
     "own loop": (SMALL, (), 60, 10),
 }
 REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
-    "text": ("pretrain", PRETRAIN, 200, 50),
-    "exact": ("pretrain", (*PRETRAIN, "train.exact=true", "train.batch_size=12"), 200, 50),
-    "tensor": ("tensor", overrides_of("tensor"), 200, 50),
-    "chats": ("sft", overrides_of("sft"), 200, 50),
-    "LoRA": ("lora", overrides_of("lora"), 200, 50),
-    "preferences": ("dpo", overrides_of("dpo"), 200, 50),
+    "text": ("pretrain", PRETRAIN, 40, 10),
+    "text, for long": ("pretrain", PRETRAIN, 200, 50),
+    "exact": ("pretrain", (*PRETRAIN, "train.exact=true", "train.batch_size=12"), 30, 6),
+    "tensor": ("tensor", overrides_of("tensor"), 12, 4),
+    "chats": ("sft", overrides_of("sft"), 12, 4),
+    "LoRA": ("lora", overrides_of("lora"), 12, 4),
+    "preferences": ("dpo", overrides_of("dpo"), 12, 4),
     "images": ("frozen_vision", overrides_of("frozen_vision"), 8, 3),
-    "answers": ("grpo", (), 200, 50),
+    "answers": ("grpo", (), 6, 3),
 }
 
 
