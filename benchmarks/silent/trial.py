@@ -99,8 +99,8 @@ class Compared:
             return Found(True, words=error)
         try:
             report = verified(self._folder / "reference", self._folder / name, self._shaken)
-        except _FailedError as error:
-            return Found(True, words=str(error))
+        except _FailedError as failure:
+            return Found(True, words=str(failure))
         first = report.first
         if first is None:
             return Found(not report.held, words="" if report.held else str(report))

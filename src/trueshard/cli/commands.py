@@ -222,7 +222,7 @@ def verify(
     plan_file: PlanFile = None,
     options: ShardOptions,
     replicate: Annotated[int, typer.Option(help="Copies of the model (HSDP).", metavar="N", min=1)] = 1,
-    timeout: Annotated[float, typer.Option(help="For each of the three runs.", metavar="SECONDS", min=1)] = 600.0,
+    timeout: Annotated[float, typer.Option(help="For each run.", metavar="SECONDS", min=1)] = 600.0,
     record: Annotated[Path | None, typer.Option(help="Record the command behind --.", metavar="FOLDER")] = None,
     alone: Annotated[str, typer.Option(help="Arguments of the script on one process.", metavar="TEXT")] = "",
     shaken: Annotated[

@@ -47,9 +47,9 @@ def verify_script(
     """Run a script on ``nproc`` processes and, with the arguments ``alone``, on one; compare both. Raises UserError."""
 
     def recorded(folder: Path, ranks: int, seed: str = "") -> Path:
-        own = [*arguments, *(shlex.split(alone) if ranks == 1 else ())]
+        command = [str(script), *arguments, *(shlex.split(alone) if ranks == 1 else ())]
         variables = _variables(folder, steps) | {STOPS: "1", SHAKEN: seed}
-        _record_script([str(script), *own], folder, ranks, variables, timeout)
+        _record_script(command, folder, ranks, variables, timeout)
         return folder
 
     with tempfile.TemporaryDirectory(prefix="trueshard-verify-") as name:
