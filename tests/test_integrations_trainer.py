@@ -428,6 +428,56 @@ def test_a_model_that_shard_was_called_on_is_refused(rank: int, world_size: int,
         trainer.train()
 
 
+class Line(torch.nn.Module):
+    """A model of two numbers, as transformers' own tests train: FSDP2 refuses parameters without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.start = (torch.nn.Parameter(torch.tensor(0.0)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = x * self.slope + self.start
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "y": y}
+
+
+def fitted(rank: int, world_size: int, folder: str, optimizer: str, sharded: bool) -> Any:
+    from transformers import Trainer, TrainingArguments
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    from trueshard.integrations.transformers import ShardedTrainer
+
+    launched(rank, world_size)
+    model, x = Line(), torch.linspace(-1, 1, BATCH * STEPS).tolist()
+    own: Any = (None, None)
+    if optimizer == "SGD":
+        sgd = torch.optim.SGD(model.parameters(), lr=0.2)
+        own = (sgd, torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0))
+    elif optimizer == "Adafactor":  # whose steps are relative to the parameters, without a learning rate
+        relative = Adafactor(model.parameters(), lr=None, scale_parameter=True, relative_step=True, warmup_init=True)
+        own = (relative, AdafactorSchedule(relative))
+    words: dict[str, Any] = {**SETTINGS, "per_device_train_batch_size": BATCH // world_size, "save_strategy": "steps"}
+    words |= {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    data = [{"x": each, "labels": 2 * each + 3} for each in x]
+    kinds: Any = type("Mine", (ShardedTrainer, Trainer), {}) if sharded else Trainer
+    trainer = kinds(model, TrainingArguments(folder, **words), train_dataset=data, eval_dataset=data, optimizers=own)
+    trainer.train()
+    for parameter in trainer.model.parameters():
+        assert torch.allclose(parameter, parameter.clone())
+        assert not torch.allclose(parameter, torch.zeros_like(parameter), atol=0.0)
+    return curve(trainer), whole_weights(trainer.model)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("optimizer", ["", "SGD", "Adafactor"])
+def test_parameters_without_a_dimension(
+    optimizer: str, alone: Ranks, ranks2: Ranks, ranks3: Ranks, tmp_path: Path
+) -> None:
+    (expected,) = alone.run(fitted, str(tmp_path / "one"), optimizer, False)
+    for ranks in (ranks2, ranks3):
+        for found in ranks.run(fitted, str(tmp_path / f"{ranks.count}"), optimizer, True):
+            assert_same(found, expected, rtol=2e-4, atol=1e-5)
+
+
 def pushed(rank: int, world_size: int, folder: str, kind: str) -> Any:
     """Record what is sent, in the place of the hub."""
     import transformers.trainer as module

@@ -32,6 +32,9 @@ from trueshard.train.run.worker import _lost_peer as lost_peer
 
 EACH_STEP = ("train.memory_every=1", "train.checkpoint_every=1000")
 PRETRAIN = (*overrides_of("pretrain"), "evaluation.every=50", "train.batch_size=8", "model.fields.hidden_size=32")
+#: What makes two hundred steps of a recipe take a minute or two; its undisturbed run saves to disk now and then.
+TINY = ("model.fields.hidden_size=32", "model.fields.intermediate_size=64", "model.fields.num_hidden_layers=2")
+LONG = ("train.batch_size=4", "train.checkpoint_every=80", "evaluation.every=80")
 SMALL = "dropout"
 #: Recipe, settings, steps, losses of a process; or a model that a loop of one's own trains.
 WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
@@ -40,6 +43,17 @@ WAYS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
 REST: dict[str, tuple[str, tuple[str, ...], int, int]] = {
     "text": ("pretrain", PRETRAIN, 40, 10),
     "text, for long": ("pretrain", PRETRAIN, 200, 50),
+    "exact, for long": (
+        "pretrain",
+        (*PRETRAIN, *TINY, *LONG, "train.exact=true", "train.batch_size=6", "train.accumulate=1"),
+        200,
+        50,
+    ),
+    "tensor, for long": ("tensor", (*overrides_of("tensor"), *TINY, *LONG, "train.accumulate=2"), 200, 50),
+    "chats, for long": ("sft", (*overrides_of("sft"), *TINY, *LONG), 200, 50),
+    "LoRA, for long": ("lora", (*overrides_of("lora"), *TINY, *LONG), 200, 50),
+    "preferences, for long": ("dpo", (*overrides_of("dpo"), *TINY, *LONG), 200, 50),
+    "answers, for long": ("grpo", (*LONG, "train.batch_size=16", "rl.samples=4"), 200, 50),
     "exact": ("pretrain", (*PRETRAIN, "train.exact=true", "train.batch_size=12"), 30, 6),
     "tensor": ("tensor", overrides_of("tensor"), 12, 4),
     "chats": ("sft", overrides_of("sft"), 12, 4),
@@ -147,7 +161,7 @@ def hold(way: tuple[str, tuple[str, ...], int, int], pool: Pool, folder: Path, m
     monkeypatch.setenv(ROOT, str(memory))
     ranks, draws = Ranks(2, pool), random.Random(name)
     words = (*words, f"train.steps={steps}")
-    undisturbed = ranks.run(run_once, str(memory), name, str(folder / "undisturbed"), words, timeout=240)[0]
+    undisturbed = ranks.run(run_once, str(memory), name, str(folder / "undisturbed"), words, timeout=900)[0]
     assert undisturbed["code"] == 0
     losses = sorted(draws.randrange(1, steps) for _ in range(count))
     others = "train.exact=true" in words
@@ -221,7 +235,7 @@ def test_a_run_whose_processes_are_lost_is_the_undisturbed_one(
 
 
 @pytest.mark.rest
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", REST)
 def test_every_recipe_whose_processes_are_lost_is_the_undisturbed_one(
     way: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,9 @@ from messages import lacking, naming
 from running import end, project, run, start
 from trueshard import launching
 from trueshard.errors import UserError
+from trueshard.machine import cpu_cores
 from trueshard.train.run.checks import LOCK, held
-from trueshard.train.run.world import agreed_store, check_srun, launcher_of, meet, torch_variables
+from trueshard.train.run.world import agreed_store, check_srun, launcher_of, meet, rank_threads, torch_variables
 
 # Who has started a process
 
@@ -80,6 +81,24 @@ def test_node_list_that_cannot_be_read_is_one_line() -> None:
 def test_launcher_is_known_by_the_environment(environment: dict[str, str], name: str | None) -> None:
     found = launcher_of(environment)
     assert found is None if name is None else name in str(found)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_ours", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "7"}, False, 7),
+        ({"OMP_NUM_THREADS": "7,2"}, False, 7),  # of nested regions
+        ({"OMP_NUM_THREADS": "7", "TORCHELASTIC_RUN_ID": "x"}, False, 7),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, True, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, False, None),  # torchrun's own
+        ({}, False, None),
+    ],
+)
+def test_threads_of_a_rank_are_those_that_the_environment_says(
+    environment: dict[str, str], is_ours: bool, threads: int | None
+) -> None:
+    assert rank_threads(environment, 1, is_ours) == (threads or cpu_cores())
+    assert rank_threads(environment, 1000, is_ours) == (threads or 1)
 
 
 @pytest.mark.parametrize(

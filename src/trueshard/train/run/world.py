@@ -97,14 +97,14 @@ def _slurm_tasks_here(environment: Mapping[str, str], tasks: int) -> str:
 
 
 def join(environment: MutableMapping[str, str], timeout: float) -> World:
-    """Join the run's process group as the environment says, within ``timeout`` seconds; on a CPU, divide its cores."""
+    """Join the run's process group as the environment says, within ``timeout`` seconds; on a CPU, set its threads."""
     if "RANK" not in environment:
         environment.update(torch_variables(environment))
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, cpu_cores() // local_size))
     is_ours = environment.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(rank_threads(environment, local_size, is_ours))
     limit = datetime.timedelta(seconds=timeout)
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store = meet(environment, rank, timeout, holds=rank == 0 and not is_shared)
@@ -118,6 +118,16 @@ def join(environment: MutableMapping[str, str], timeout: float) -> World:
     most, count = (int(environment.get(f"TORCHELASTIC_{key}", "0")) for key in ("MAX_RESTARTS", "RESTART_COUNT"))
     by_one = "TORCHELASTIC_RUN_ID" in environment and not is_ours and local_size == size
     return World(rank, size, local_size, device, is_ours, ends_agent=count < most, by_one_torchrun=by_one)
+
+
+def rank_threads(environment: Mapping[str, str], local_size: int, is_ours: bool) -> int:
+    """Return the threads of a rank: ``OMP_NUM_THREADS``, or its part of the cores.
+
+    torchrun sets the variable to 1 where nobody has set it, so under it 1 says nothing.
+    """
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and not is_ours and given == "1"
+    return int(given) if given.isdecimal() and int(given) and not by_torchrun else max(1, cpu_cores() // local_size)
 
 
 def meet(environment: Mapping[str, str], rank: int, timeout: float, *, holds: bool) -> dist.Store:
