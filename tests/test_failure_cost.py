@@ -76,6 +76,17 @@ def test_of_blocks_that_are_extended_the_bytes_are_those_of_all() -> None:
     assert simulated(deep, whole=False).steady.snapshot_bytes == simulated(deep).steady.snapshot_bytes
 
 
+def test_nothing_that_torch_warns_of_is_taken_for_granted() -> None:
+    """The random generators in a snapshot were read under the fake mode, of which torch warns, once a process."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        made = Setting("llama", words={"activation_checkpointing": "full"}).simulated()
+    finally:
+        torch.set_warn_always(before)
+    assert [each for each in made.warnings if "FakeTensor" in each] == []
+
+
 # What is said of it
 
 H100 = hardware("h100")

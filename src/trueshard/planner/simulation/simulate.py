@@ -378,7 +378,9 @@ def _snapshot_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     """Return the size of the file that a snapshot makes of this rank's part, with this machine's random generators."""
     by_number = {str(number): optimizer for number, optimizer in enumerate(optimizers)}
     tensors, _ = state.collect(*state.by_prefix(model, by_number), {}, None)
-    held = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()} | {"rng": state.random_state()[1]}
+    held = {key: _torch.local(tensor).detach() for key, tensor in tensors.items()}
+    with _torch.real_tensors():  # generators are read byte by byte, of which torch would warn under the fake mode
+        held["rng"] = state.random_state()[1]
     return place(held, dict.fromkeys(held, ()))[1]
 
 
