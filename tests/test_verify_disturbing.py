@@ -78,3 +78,14 @@ def test_a_module_whose_rows_go_together_computes_what_it_does(kind: type[nn.Lin
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(expected, actual)
     assert getattr(shaken[0], "calls", 1) == 1
+
+
+def test_a_default_device_changes_nothing_of_a_disturbance() -> None:
+    results = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, WIDTH)
+        with torch.device(device):
+            Disturbance(model).parameters(model.parameters())
+        results.append(model.weight.detach().clone())
+    assert torch.equal(*results)

@@ -25,15 +25,15 @@ def main() -> None:
         if given.libraries and suite.library not in given.libraries:
             continue
         tests = fetched(suite, given.sources)
-        by_system = results[suite.library] = {"versions": [version(suite.library), tests]}
+        by_system = results[suite.name] = {"versions": [version(suite.library), tests]}
         chosen = None
-        for system in SYSTEMS:
+        for system in SYSTEMS[SYSTEMS.index(suite.base) :]:
             began = time.monotonic()
-            by_system[system] = run(suite, system, given.sources, given.folder / f"{suite.library}-{system}", chosen)
+            by_system[system] = run(suite, system, given.sources, given.folder / f"{suite.name}-{system}", chosen)
             if chosen is None:
-                chosen = [name for name, result in by_system["one"].items() if result["outcome"] == "passed"]
+                chosen = [name for name, result in by_system[system].items() if result["outcome"] == "passed"]
             outcomes = Counter(result["outcome"] for result in by_system[system].values())
-            print(f"{suite.library}, {system}: {dict(outcomes)}, {time.monotonic() - began:.0f} s", flush=True)
+            print(f"{suite.name}, {system}: {dict(outcomes)}, {time.monotonic() - began:.0f} s", flush=True)
         given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if given.markdown is not None:
         given.markdown.write_text(page.page(results), encoding="utf-8")
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suites", description="Run other trainers' own tests.")
-    known = [suite.library for suite in SUITES]
+    known = list(dict.fromkeys(suite.library for suite in SUITES))
     parser.add_argument("libraries", nargs="*", metavar="library", help=f"of {', '.join(known)}; all when left out")
     parser.add_argument("--sources", type=Path, default=Path("build/peers-sources"), help="a folder of each library")
     parser.add_argument("--folder", type=Path, default=Path("build/peers-run"), help="where processes write")

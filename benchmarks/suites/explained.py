@@ -23,6 +23,10 @@ _WHY = (
         r"resume_batch_order",
         "a buffer of its model grows, and its `load_state_dict` resizes it: `load` needs equal shapes",
     ),
+    (
+        r"'other' \(position 2\) must be Tensor, not NoneType",
+        "reads `.grad` between microbatches: whole gradients of a step are kept apart until the last one",
+    ),
     (r"aten\.allclose", "calls `torch.allclose` on parameters: torch has none for a DTensor; `full_tensor()` first"),
     (
         r"unwrap_model",

@@ -21,7 +21,8 @@ make peers PEERS_SOURCES=dir   # or takes dir/transformers, dir/accelerate, dir/
 
 writes this page. A plugin of pytest (`benchmarks/suites`) changes what their trainer makes before their tests are
 imported, and no file of theirs. A test is counted if it passes on **one** process here, offline and without a GPU; it
-then runs on two processes (gloo), and passes if it passes on both. Folders and random numbers are the same on both, and
+then runs on two processes (gloo), and passes if it passes on both; Accelerate's scripts are written for two, and what
+passes with DDP is counted. Folders and random numbers are the same on both, and
 `wait_for_everyone` follows each `save_model` and `save_state` of Accelerate, as in a script.
 
 Many of these tests expect one process (files that are there once this process has saved, `model.a` of a wrapped model,
@@ -35,20 +36,20 @@ def page(results: Mapping[str, Any]) -> str:
     """Return the page.
 
     Args:
-        results: by library, ``versions`` (installed, of the tests) and, by system, what ``running.run`` returned.
+        results: by suite, ``versions`` (installed, of the tests) and, by system, what ``running.run`` returned.
     """
     rows, failures = [], []
     for suite in SUITES:
-        if suite.library not in results:
+        if suite.name not in results:
             continue
-        by_way = results[suite.library]
-        one = by_way["one"]
-        counted = [name for name, result in one.items() if result["outcome"] == "passed"]
+        by_way = results[suite.name]
+        base = by_way[suite.base]
+        counted = [name for name, result in base.items() if result["outcome"] == "passed"]
         cells = [_count(by_way.get(system), counted) for system in ("ddp", "fsdp2", "ours")]
         installed, tests = by_way["versions"]
-        left = len(one) - len(counted)
-        rows.append(f"| {suite.library} {installed} | {tests} | {left} | {len(counted)} | {' | '.join(cells)} |")
-        failures += _failures(suite.library, by_way, counted)
+        left = len(base) - len(counted)
+        rows.append(f"| {suite.name} {installed} | {tests} | {left} | {len(counted)} | {' | '.join(cells)} |")
+        failures += _failures(by_way, counted)
     table = [
         "| | tests of | do not run here | counted | DDP | their FSDP2 | TrueShard |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -77,7 +78,7 @@ def _count(results: Any, counted: list[str]) -> str:
     return str(sum(results[name]["outcome"] == "passed" for name in counted))
 
 
-def _failures(library: str, by_way: Mapping[str, Any], counted: list[str]) -> list[str]:
+def _failures(by_way: Mapping[str, Any], counted: list[str]) -> list[str]:
     lines = []
     for name in counted:
         result = by_way["ours"][name]

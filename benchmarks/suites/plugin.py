@@ -206,6 +206,14 @@ def tmpdir(tmp_path: Path) -> Any:
     return _pytest._py.path.local(tmp_path)
 
 
+@pytest.fixture
+def accelerator() -> Any:
+    """What the main function of Accelerate's scripts gives to those of its functions that are tests."""
+    import accelerate
+
+    return accelerate.Accelerator()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     chosen = os.environ.get("CHOSEN")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class Suite:
     """Test files of one library."""
 
+    name: str
     library: str
     """Its distribution, by whose name its sources lie in the folder of sources."""
     repository: str
@@ -18,10 +19,13 @@ class Suite:
     files: tuple[str, ...]
     skipped: str = ""
     """Expression of pytest's ``-k`` for tests that are left out."""
+    base: str = "one"
+    """System with which a test is to pass to be counted."""
 
 
 SUITES = (
     Suite(
+        "transformers",
         "transformers",
         "huggingface/transformers",
         ".",
@@ -35,6 +39,7 @@ SUITES = (
     ),
     Suite(
         "accelerate",
+        "accelerate",
         "huggingface/accelerate",
         ".",
         (
@@ -45,6 +50,19 @@ SUITES = (
         "not compile",
     ),
     Suite(
+        "accelerate's scripts",
+        "accelerate",
+        "huggingface/accelerate",
+        ".",
+        (
+            "--pyargs",
+            "accelerate.test_utils.scripts.test_sync",
+            "accelerate.test_utils.scripts.test_distributed_data_loop",
+        ),
+        base="ddp",
+    ),
+    Suite(
+        "lightning",
         "lightning",
         "Lightning-AI/pytorch-lightning",
         "tests",

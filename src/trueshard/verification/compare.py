@@ -179,7 +179,7 @@ def shake(tensor: torch.Tensor, dtype: torch.dtype, random: torch.Generator, err
         return
     wide, some = part.double(), part != 0
     usual = wide[some].square().mean().sqrt() if bool(some.any()) else 0.0
-    change = torch.rand(part.shape, generator=random, dtype=torch.float64).mul_(2).sub_(1).to(part.device)
+    change = torch.rand(part.shape, generator=random, dtype=torch.float64, device="cpu").mul_(2).sub_(1).to(part.device)
     change *= errors * torch.finfo(dtype).eps
     part.copy_(torch.where(some, wide + change * (wide.abs() + usual), wide))
 
