@@ -114,6 +114,7 @@ def test_best_is_a_link_to_the_best(tmp_path: Path, wait: bool, mode: str) -> No
         best = (min if mode == "min" else max)(each for each in losses[: step + 1] if each == each)
         assert score(tmp_path) == best
         assert checkpoints.best() == tmp_path / os.readlink(tmp_path / "best")
+        assert os.readlink(tmp_path / "best") == f"step-{losses.index(best):08d}"  # of equals the first
     checkpoints.prune()
     assert len(checkpoints.steps()) == 1 + (mode == "max")
 

@@ -71,7 +71,7 @@ def refused(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 #: What is set → what its refusal names; ROOT is the folder of the configuration.
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "train.step=3": ("train.toml", "train.step;", "train.steps"),
+    "train.step=3": ("--set train.step=3", "unknown key train.step", "train.steps"),
     "train.lr=0.1": ("train.lr;", "optimizer.lr"),
     "trian.steps=3": ("trian;", ": train"),
     "train.steps=ten": ("train.steps", '"ten"', "integer"),
@@ -213,7 +213,9 @@ def test_wrong_command_line(arguments: list[str], capfd: pytest.CaptureFixture[s
     assert main(arguments) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "trueshard --help" in lines[0]
+    command = "trueshard train" if arguments[0] == "train" else "trueshard"
+    assert lines[0].endswith(f"See `{command} --help`.")
+    assert ("?." in lines[0], "?" in lines[0]) == (False, arguments == ["tarin"])
 
 
 def test_help_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,8 @@ def train(rank: int, ranks: int, first: int, last: int, load: Path | None, save:
     losses, norms = [], []
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(ROWS, 6, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+        data = torch.randn(ROWS, 6, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
+        x, y = fabric.to_device(data)
         for part in (0, 1):
             rows = slice(rank + ranks * part, None, 2 * ranks)
             with fabric.no_backward_sync(model, enabled=part == 0):

@@ -146,7 +146,7 @@ def test_the_busiest_rank_gets_more_tokens_and_computes_more() -> None:
 
 @pytest.mark.rest
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor=3 × context=1 does not divide the 8 ranks"):
+    with pytest.raises(ValueError, match="tensor=3 does not divide the 8 ranks: choose a divisor, or other ranks"):
         forecast(tensor=3)
     with pytest.raises(ValueError, match="heads"):
         forecast(tensor=8)

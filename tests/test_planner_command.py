@@ -227,6 +227,7 @@ def test_what_is_left_out_is_said_with_the_option_that_changes_it(
         ("tiny --sequence 0", ("'--sequence'",)),
         ("tiny --ranks 8 --global-batch 12", (12, "multiple of 8")),
         ("tiny --memory lots", ("memory='lots'", "70GiB")),
+        ("tiny --memory 70", ("memory='70' is 70 bytes", "70GiB")),
         pytest.param("tiny --memory 500GiB", ("84,005,000,000", "h100"), marks=pytest.mark.rest),
         pytest.param("tiny --memory 1KiB", ("1.0 KiB", "one unit", "tiny"), marks=pytest.mark.rest),
         ("tiny --reshard-after-forward alway", ("'alway'", "'always'")),

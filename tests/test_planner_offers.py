@@ -20,6 +20,7 @@ from messages import lacking
 from trueshard.cli import main
 from trueshard.planner.choose_plan import solve
 from trueshard.planner.hardware import hardware, known
+from trueshard.planner.inputs.workloads import workload_of
 from trueshard.planner.offers import Offer, compare, next_study, ordered
 from trueshard.planner.planning import Request
 from trueshard.planner.price import Bill, Run
@@ -27,6 +28,7 @@ from trueshard.planner.report import offers as report
 from trueshard.planner.report.summary import as_json, text
 from trueshard.planner.search.evaluator import Evaluator, Expected
 from trueshard.planner.workload import StepPhase
+from trueshard.train.run.forecast import with_adapter
 
 
 def prices(folder: Path, **table: float) -> str:
@@ -45,6 +47,18 @@ def test_hours_money_and_energy_are_exact(tmp_path: Path) -> None:
     assert dataclasses.astuple(by_samples) == dataclasses.astuple(bill)
     nothing_known = Run(tokens=3.6e9).bill(1000, 8, 4096, hardware("cpu"))
     assert (nothing_known.hours, nothing_known.money, nothing_known.kilowatt_hours) == (125, None, None)
+
+
+def test_of_an_adapter_all_that_is_assumed_is_said() -> None:
+    bare = with_adapter(Request(model="Llama-3.2-1B"), 16, "nf4")
+    said = "\n".join(workload_of(bare.model, sequence=bare.sequence, batch=bare.batch).assumptions)
+    words = ("in bfloat16 (--param-dtype)", "4,096 tokens (--sequence)", "by name", "in nf4", "adapter is in float32")
+    assert lacking(said, *words, "batch is text") == []
+    given = with_adapter(
+        Request(model="Llama-3.2-1B", sequence=64, mixed_precision=None, storage_dtype="float32"), 16, "none"
+    )
+    said = "\n".join(workload_of(given.model, sequence=64, batch=given.batch).assumptions)
+    assert not any(words in said for words in ("--param-dtype", "--sequence", "--storage-dtype")), said
 
 
 def test_watts_are_those_of_the_title() -> None:
@@ -123,7 +137,7 @@ def test_the_cheapest_within_the_hours_comes_first() -> None:
 
 @pytest.mark.rest
 def test_an_exact_offer_is_what_plan_alone_says_and_predictions_are_near() -> None:
-    request = Request(model="gpt2", sequence=1024, microbatch=8)
+    request = Request(model="Llama-3.2-1B", sequence=1024, microbatch=8)
     devices = [("l40s", 16), ("h100", 8)]
     offers, _ = compare({"full": request}, devices, Run(), lambda line: None, workers=0)
     assert len(offers) == 2

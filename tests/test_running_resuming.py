@@ -46,8 +46,10 @@ def test_all_that_contradicts_is_told_in_one_line(recorded: Path) -> None:
     assert lacking(line, "model.fields.hidden_size", 64, 32) == []
     assert lacking(line, "train.seed", 12, 11) == []
     assert lacking(line, "data.field", '"body"', '"text"') == []
-    assert "--override" in line
+    assert "--override" not in line  # which would be refused, too: no checkpoint has these shapes
     assert "run.dir" in line
+    with pytest.raises(UserError, match="--override"):
+        resuming.check_resumable(configuration(recorded, "train.seed=12"), ARCHITECTURE)
 
 
 def test_what_may_change_is_told_with_old_and_new(recorded: Path) -> None:

@@ -6,7 +6,10 @@ import re
 
 _ONE = "expects one process: "
 _WHY = (
-    (r"number_of_steps|from_interrupted|every_n_train_steps", _ONE + "twice the samples in a step make half the steps"),
+    (
+        r"number_of_steps|from_interrupted|every_n_train_steps|train_time_interval",
+        _ONE + "twice the samples in a step make half the steps",
+    ),
     (r"test_training_loss|test_evaluate|batch_eval_metrics", _ONE + "its own figure is of one process's batches"),
     (r"test_log_level", _ONE + "the second one does not log"),
     (
@@ -14,7 +17,10 @@ _WHY = (
         _ONE + "reads at steps of its own count",
     ),
     (r"best_model_at_end|from_safetensors|best_model_checkpoint_behavior", _ONE + "reads at steps of its own count"),
-    (r"checkpoint_rotation|checkpoint_sorting|checkpoints_r", _ONE + "each makes and removes the same folders"),
+    (
+        r"checkpoint_rotation|checkpoint_sorting|checkpoints_r|link_checkpoint",
+        _ONE + "each makes and removes the same folders",
+    ),
     (
         r"can_resume_training|frozen_params|gradient_accumulation",
         _ONE + "compares states of which only the first is saved",
@@ -37,6 +43,7 @@ _WHY = (
         "expects Accelerate's error for a model in 8 bits with parts on the CPU; it is sharded as it is",
     ),
     (r"optimizer_pickling", "prepares an optimizer whose model it does not: refused, since it cannot be sharded"),
+    (r"returning None", _ONE + "Lightning refuses a step that returns None on several"),
     (r"DID NOT WARN|did not match any of the", _ONE + "the second one does not warn"),
     (
         r"buffer length \(0\)",

@@ -68,6 +68,7 @@ SUITES = (
         "tests",
         (
             "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+            "tests_pytorch/checkpointing/test_model_checkpoint.py",
             "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
             "tests_pytorch/trainer/optimization/test_backward_calls.py",
             "tests_pytorch/trainer/optimization/test_manual_optimization.py",

@@ -57,6 +57,8 @@ def parse_size(option: str, given: str | int) -> int:
         raise ValueError(f"{option}={given!r} is no size; write it like 70GiB, 80GB or a number of bytes") from None
     if count < 1:
         raise ValueError(f"{option}={given!r} must be at least one byte")
+    if isinstance(given, str) and given.strip().isdecimal() and count < 1 << 20:
+        raise ValueError(f"{option}={given!r} is {count} bytes; say the unit, such as {given.strip()}GiB")
     return count
 
 

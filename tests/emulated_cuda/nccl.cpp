@@ -184,7 +184,15 @@ struct Group : c10d::Backend {
     return run(OpType::BROADCAST, t, t, o.asyncOp, [&] { auto a = aliases(t); return gloo->broadcast(a, o); });
   }
   WorkPointer allreduce(Tensors& t, const c10d::AllreduceOptions& o) override {
-    return run(OpType::ALLREDUCE, t, t, o.asyncOp, [&] { auto a = aliases(t); return gloo->allreduce(a, o); });
+    return run(OpType::ALLREDUCE, t, t, o.asyncOp, [&]() -> WorkPointer {
+      auto a = aliases(t);
+      if (o.reduceOp != c10d::ReduceOp::AVG || t.empty() || !c10::isIntegralType(t[0].scalar_type(), true)) return gloo->allreduce(a, o);
+      auto sum = o;  // NCCL's average of integers is their sum, divided without a rest; gloo has none
+      sum.reduceOp = c10d::ReduceOp::SUM;
+      gloo->allreduce(a, sum)->wait();
+      for (auto& each : a) each.div_(getSize(), "trunc");
+      return {};
+    });
   }
   WorkPointer reduce(Tensors& t, const c10d::ReduceOptions& o) override {
     return run(OpType::REDUCE, t, t, o.asyncOp, [&] { auto a = aliases(t); return gloo->reduce(a, o); });

@@ -406,7 +406,7 @@ class Checkpoints:
         return self.path(steps[-1]) if steps else None
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best metric, or None if none was saved with it."""
+        """Return the checkpoint with the best metric, of equals the first; or None if none was saved with it."""
         ranked = self._ranked()
         return self.path(ranked[0]) if ranked else None
 
@@ -447,7 +447,7 @@ class Checkpoints:
         move_link(self.directory / "best", None if best is None else best.name)
 
     def _ranked(self) -> list[int]:
-        """Return the steps that have the metric, best first, of equals the later one."""
+        """Return the steps that have the metric, best first, of equals the earlier one: a later one is no better."""
         result: list[tuple[float, int]] = []
         for step in self.steps():
             path = self.path(step) / MANIFEST
@@ -457,5 +457,5 @@ class Checkpoints:
             except (OSError, ValueError, LookupError, TypeError):  # damaged, or saved without the metric
                 continue
             if type(value) in (int, float) and not math.isnan(value):
-                result.append((self._sign * value, -step))
-        return [-step for _, step in sorted(result)]
+                result.append((self._sign * value, step))
+        return [step for _, step in sorted(result)]

@@ -381,7 +381,9 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except USAGE_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
-        raise UserError(f"{' '.join(message.split()).rstrip('.')}. See `trueshard --help`.") from None
+        words, used = " ".join(message.split()).rstrip("."), getattr(error, "ctx", None)
+        stop, path = "" if words.endswith("?") else ".", "trueshard" if used is None else used.command_path
+        raise UserError(f"{words}{stop} See `{path} --help`.") from None
     except (KeyboardInterrupt, typer.Abort):
         print("Stopped.", file=sys.stderr)
         return STOPPED

@@ -279,7 +279,7 @@ def _best(request: Request, sliders: bool, curve: bool = False) -> tuple[Study, 
 
     if request.axes or sliders:
         gc.unfreeze()  # several searches: what each leaves behind is collected
-    with _status(f"Building {request.model} on fake tensors") as status:
+    with _status(f"Building {getattr(request.model, '__name__', request.model)} on fake tensors") as status:
         study = solve(request, status.update, workers=None)
         study = with_imbalances(request, study, status.update, whole=curve, workers=None)
         return study, grid(request, study, status.update) if sliders else None

@@ -115,17 +115,20 @@ def shared_simulations(request: Request, workers: int | None) -> Iterator[Simula
         yield simulations
 
 
+BF16 = "Units compute in bfloat16 (--param-dtype), and gradients are reduced in float32 (--reduce-dtype)."
+LENGTH = "A sample has {:,} tokens (--sequence)."
+
+
 def _left_out(request: Request, space: Space) -> list[str]:
     """Return what stands for options that were left out, each with the option that changes it."""
     sentences = []
     if request.mixed_precision == "auto" and request.plan is None:
-        dtypes = "bfloat16 (--param-dtype), and gradients are reduced in float32 (--reduce-dtype)"
-        stored = "the dtype that they are stored in (--param-dtype)"
-        sentences.append(f"Units compute in {stored if space.choices.mixed_precision is None else dtypes}.")
+        stored = "Units compute in the dtype that they are stored in (--param-dtype)."
+        sentences.append(stored if space.choices.mixed_precision is None else BF16)
     if space.optimizer == "adamw" and request.optimizer is None:
         sentences.append("The optimizer is AdamW (--optimizer).")
     if request.sequence is None and space.workload.sequence > 1:
-        sentences.append(f"A sample has {space.workload.sequence:,} tokens (--sequence).")
+        sentences.append(LENGTH.format(space.workload.sequence))
     if space.microbatch is None and space.global_batch is None:
         sentences.append("A rank takes one sample in a forward (--microbatch).")
     return sentences
@@ -239,8 +242,10 @@ def _warnings(request: Request, space: Space, simulator: Simulator) -> list[str]
     is_of_dtypes = "dtype" in message or "scalar type" in message
     if is_of_dtypes and request.mixed_precision == "auto" and choices.mixed_precision is not None:
         message += "; to compute in bfloat16 was assumed: try --param-dtype fp32"
-    longer = [sentence for sentence in space.workload.assumptions if sentence.startswith(LONGER)]
-    raise ValueError("; ".join([message, *longer]))
+    if "--sequence" not in message:  # a sequence that the model is not made for may be what fails
+        longer = (sentence for sentence in space.workload.assumptions if sentence.startswith(LONGER))
+        message = "; ".join([message, *longer])
+    raise ValueError(message)
 
 
 def _of_pipeline(space: Space, plan: Plan | None, workers: int | None) -> Study:

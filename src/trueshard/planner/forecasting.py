@@ -48,10 +48,10 @@ class Cluster:
             raise ValueError(f"ranks={ranks} cannot be divided into {stages} stages (pipeline)")
         for axes in (tuple(reversed(SHARED)), *((name,) for name in FOLDED)):
             if self.ranks_of_copy % math.prod(map(self.along, axes)):
-                words = " × ".join(f"{name}={self.along(name)}" for name in axes)
+                words = " × ".join(f"{name}={self.along(name)}" for name in axes if self.along(name) > 1)
                 copy = f"{self.ranks_of_copy} ranks" + (" of a replica" if copies > 1 else "")
                 copy += " of a stage" if stages > 1 else ""
-                raise ValueError(f"{words} does not divide the {copy}")
+                raise ValueError(f"{words} does not divide the {copy}: choose a divisor, or other ranks")
 
     def along(self, axis: str) -> int:
         """Return the ranks along an axis."""

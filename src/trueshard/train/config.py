@@ -311,8 +311,8 @@ class Config(Section):
             raise ValueError("schedule.class goes by the evaluation's loss, and there is no [evaluation]; add one")
         self._kernels()
         if self.average is not None and self.average.evaluate and (self.rl is not None or self.evaluation is None):
-            needs = "[evaluation]" if self.evaluation is None else "data with targets: [rl] answers with the weights"
-            raise ValueError(f"average.evaluate needs {needs}; remove it")
+            lack = "there is no [evaluation]" if self.evaluation is None else "[rl] answers with the weights"
+            raise ValueError(f"average.evaluate evaluates the average, and {lack}; leave average.evaluate out")
         self._reinforcement()
         if self.train.exact:
             self._exactly()

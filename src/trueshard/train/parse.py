@@ -59,7 +59,10 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}: {described(error)}") from None
+        problem = described(error)
+        given = {f"unknown key {override.partition('=')[0].strip()};": override for override in overrides}
+        where = next((f"--set {override}" for words, override in given.items() if problem.startswith(words)), path)
+        raise UserError(f"{where}: {problem}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

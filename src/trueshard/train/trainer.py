@@ -371,7 +371,7 @@ class Trainer:
     def _save_if_due(self, evaluation: float) -> float:
         """Begin a checkpoint if this step is to have one; return the seconds that training stood still. Collective."""
         last = self.step >= self.steps or bool(self.stopped)
-        best = self._saves_best and evaluation == self.best
+        best = self._saves_best and evaluation == self.best and not self.worse  # no tie
         is_due = self.checkpoints is not None and (last or best or self._due(self.checkpoint_every))
         return self.save(evaluation) if is_due else 0.0
 

@@ -75,7 +75,7 @@ def workload_of(
             hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
         )
     else:
-        assumptions = []
+        assumptions = list(getattr(model, "assumptions", ()))  # of a function that was made for a configuration
         feed = _feed_of_factory(made, sequence, batch)
         has_optimizers = made.parts.optimizers is not None and optimizer is None
     # Without transformers' checks of values, such as that there are as many image tokens as features.

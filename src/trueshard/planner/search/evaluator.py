@@ -438,7 +438,8 @@ class Evaluator:
         self.studies = {kept: self.studies[kept] for kept in (self.best, self.smallest) if kept is not None}
         fastest = f"the best so far {1 / self.best_cost():,.0f} {forecast.counted}/s a rank"
         speed = "none fits yet" if self.best is None else fastest
-        self._progress(f"{len(self.forecasts)} plans compared, {speed}")
+        count = len(self.forecasts)
+        self._progress(f"{count} {'plan' if count == 1 else 'plans'} compared, {speed}")
         return forecast
 
     def best_cost(self) -> float:

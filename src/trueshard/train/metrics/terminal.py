@@ -89,7 +89,7 @@ class Display(Callback):
 
     def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
         if self._shown:
-            is_best = trainer.evaluation is not None and trainer.evaluation.score(record) <= trainer.best
+            is_best = not trainer.worse
             values = {"reward": record["reward"]} if "reward" in record else record
             words = "  ".join(f"{key} {_figure(key, value)}" for key, value in values.items() if key[-5:] != "count")
             print(f"evaluation at step {trainer.step}  {words}{'  best so far' * is_best}", flush=True)

@@ -28,6 +28,7 @@ from trueshard.files import replace_text
 from trueshard.machine import memory_of_process
 from trueshard.planner import hardware as catalogue
 from trueshard.planner import ledger, process
+from trueshard.planner.choose_plan import BF16, LENGTH
 from trueshard.planner.hardware import Hardware
 from trueshard.planner.imbalance import with_imbalances
 from trueshard.planner.inputs import workloads
@@ -338,8 +339,18 @@ def with_adapter(request: Request, rank: int, quantize: Any) -> Request:
                 quantise(base, quantize, adapter)
             return add_adapter(base, adapter, None)
 
-    model.__name__ = source.name
+    model.__name__ = f"{source.name} with an adapter of rank {rank}"
     feed = hub_feed(source.cls, source.settings, request.sequence)  # else the model is built to see what it is fed with
+    of_base = f"Linear layers are stored in {quantize}, other parameters in" if quantize != "none" else ""
+    stored = f"{of_base or 'Parameters are stored in'} {str(dtype).removeprefix('torch.')} (--storage-dtype)."
+    model.assumptions = (  # type: ignore[attr-defined]
+        *([BF16] if request.mixed_precision == "auto" else []),
+        *([LENGTH.format(feed.sequence)] if request.sequence is None else []),
+        *source.assumptions,
+        *([stored] if request.storage_dtype is None or of_base else []),
+        "The adapter is in float32, on all linear layers.",
+        *feed.assumptions,
+    )
     return dataclasses.replace(
         request,
         model=model,

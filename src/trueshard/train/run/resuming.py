@@ -118,10 +118,11 @@ def check_resumable(config: Config, architecture: Mapping[str, Any], override: b
         raise _damaged(config.run.folder, f"{type(error).__name__}: {error}") from None
     checkpoints = config.run.folder / "checkpoints"
     fatal = [change for change in refused if change.key.startswith(FATAL)]
-    if fatal and override:
+    if fatal:
+        also = ", also with --override" if override else ""
         raise UserError(
-            f"{'; '.join(map(str, fatal))}; no checkpoint in {checkpoints} fits that, also with --override: set it "
-            'back, or begin another run from one, with model.path = "…/checkpoints/latest"'
+            f"{'; '.join(map(str, fatal if override else refused))}; no checkpoint in {checkpoints} fits "
+            f"{fatal[0].key}{also}: set it back, or choose another run.dir"
         )
     if refused and not override:
         raise UserError(
