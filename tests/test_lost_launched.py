@@ -37,6 +37,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_path(folder: Path) -> str:
+    """What Python finds here, an emulated device too, and a folder's modules."""
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SOURCES), str(folder))))
+
+
 def weights(folder: Path) -> bytes:
     return (folder / "run" / "checkpoints" / "step-00000040" / "model.safetensors").read_bytes()
 
@@ -150,7 +155,7 @@ def test_an_error_of_one_rank_is_shown_and_past_at_the_next_start(
     (folder / "raising.py").write_text(RAISING)
     text = (folder / "train.toml").read_text().replace('decay = "constant"', 'class = "raising.Raising"')
     (folder / "train.toml").write_text(text)
-    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": f"{SOURCES}:{folder}"}
+    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": with_path(folder)}
     code, out, err = end(start(folder, *TWICE, *MEMORY, **paths))
     assert code == 0, out + err
     assert lacking(err, "rank 1 failed", "ArithmeticError: only once", "from step 8 in memory (1 of 1)") == []
@@ -247,7 +252,7 @@ def test_what_comes_back_at_the_same_step_ends_the_run_with_the_first_cause_and_
     text = (folder / "train.toml").read_text().replace('decay = "constant"', 'class = "fails.Fails"')
     (folder / "train.toml").write_text(text)
     words = ("--set", "train.memory_every=1", "--set", "run.restarts=2")
-    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": f"{SOURCES}:{folder}"}
+    paths = {"TRUESHARD_MEMORY": str(memory), "PYTHONPATH": with_path(folder)}
     code, out, err = end(start(folder, *TWICE, *words, **paths))
     assert code == 1, out + err
     assert err.count("starting again from step 8 in memory") == 2, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,11 +80,14 @@ def _count(results: Any, counted: list[str]) -> str:
 
 
 def _failures(by_way: Mapping[str, Any], counted: list[str]) -> list[str]:
-    lines = []
+    rows: Counter[tuple[str, ...]] = Counter()  # cases of a test that fail alike are one
     for name in counted:
         result = by_way["ours"][name]
         if result["outcome"] != "passed":
             others = [by_way[system][name]["outcome"] if system in by_way else "" for system in ("ddp", "fsdp2")]
-            why = explanation(name, result["message"])
-            lines.append(f"| `{name.rpartition('/')[2]}` | {others[0]} | {others[1]} | {why} |")
-    return lines
+            test = name.rpartition("/")[2].partition("[")[0].removeprefix("::")
+            rows[(test, *others, explanation(name, result["message"]))] += 1
+    return [
+        f"| `{test}`{f' (×{count})' if count > 1 else ''} | {' | '.join(cells)} |"
+        for (test, *cells), count in rows.items()
+    ]
