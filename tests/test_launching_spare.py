@@ -31,6 +31,9 @@ rank = os.environ["RANK"]
 told = {"parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(), "forked": imported != os.getpid()}
 (folder / f"{os.environ['TURN']}-{rank}").write_text(json.dumps(told | {"ranks": os.environ["WORLD_SIZE"]}))
 if rank == "1":
+    while not (folder / f"{os.environ['TURN']}-0").exists():  # the end of this rank ends the other
+        time.sleep(0.01)
+    time.sleep(0.1)
     sys.exit(3) if os.environ["TURN"] == "0" else os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """

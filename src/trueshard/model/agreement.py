@@ -92,13 +92,8 @@ def take_from_first_rank(tensors: Sequence[tuple[str, torch.Tensor]], mesh: Devi
     return [name for name, _ in real if name in differing_names]
 
 
-def warn_of_differing(what: str, differing: Sequence[str], made: str, mesh: DeviceMesh) -> None:
-    """Warn that the tensors ``differing`` had other values on other ranks; ``made``: before what to seed alike.
-
-    The first rank alone does: all would say the same.
-    """
-    if any(mesh.get_coordinate() or ()):
-        return
+def warn_of_differing(what: str, differing: Sequence[str], made: str) -> None:
+    """Warn that the tensors ``differing`` had other values on other ranks; ``made``: before what to seed alike."""
     shown = ", ".join(map(repr, differing[:5])) + (", …" if len(differing) > 5 else "")
     warn_user(
         f"{len(differing)} {what} differed between ranks and now have rank 0's values: {shown}. "

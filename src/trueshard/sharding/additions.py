@@ -207,7 +207,7 @@ def _settle_added(runtime: Runtime) -> None:
     kept = [(name_of[id(whole.parameter)], whole) for whole in added if id(whole.parameter) in name_of]
     copies = [(name, _torch.local(whole.parameter).detach().clone()) for name, whole in kept]
     if differing := agreement.take_from_first_rank(copies, runtime.mesh):
-        agreement.warn_of_differing("parameters that were added after shard()", differing, "them", runtime.mesh)
+        agreement.warn_of_differing("parameters that were added after shard()", differing, "them")
         with torch.no_grad():
             for (_, whole), (_, value) in zip(kept, copies, strict=True):
                 _torch.local(whole.parameter).copy_(value)

@@ -205,7 +205,7 @@ def _equalise(index: Index, optimizers: Sequence[torch.optim.Optimizer], mesh: D
     }
     for kind, tensors in kinds.items():
         if differing := agreement.take_from_first_rank(tensors, mesh):
-            agreement.warn_of_differing(kind, differing, "the model", mesh)
+            agreement.warn_of_differing(kind, differing, "the model")
 
 
 @own_errors()
