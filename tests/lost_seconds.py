@@ -1,6 +1,7 @@
 """Prints what a killed rank costs a run, in seconds to the next new step: for docs/how-to/lost-processes.md.
 
 And the processor seconds that the processes which start again have taken by then, which a busy machine changes less.
+`--small`: of a tiny model, one kill of each way.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ SIZES |= {"steps = 40": "steps = 400"}
 MEMORY = ("train.memory_every=1",)
 WITHOUT = "run.spares=0"
 WAYS = {"memory": MEMORY, "memory, no spare": (*MEMORY, WITHOUT), "disk": ("train.checkpoint_every=1",)}
-KILLS = 3
+SMALL = {"steps = 40": "steps = 4000"}
 
 
-def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[float], list[str]]:
+def measured(
+    words: tuple[str, ...], folder: Path, sizes: dict[str, str], kills: int
+) -> tuple[list[float], list[float], list[str]]:
     """The seconds from each kill, those of processors, and what the run says of each."""
     text = CONFIG
-    for before, after in SIZES.items():
+    for before, after in sizes.items():
         text = text.replace(before, after)
     project(folder)
     (folder / "train.toml").write_text(text)
-    options = [f"--set={word}" for word in (f"run.restarts={KILLS}", *words)]
+    options = [f"--set={word}" for word in (f"run.restarts={kills}", *words)]
     command = [sys.executable, "-m", "trueshard", "train", "train.toml", "--nproc", "2", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=folder, env=environment(), text=True, start_new_session=True, **pipes)
     seconds: list[float] = []
     processors: list[float] = []
-    for _ in range(KILLS):
+    for _ in range(kills):
         wait_for_steps(folder, process, len(metrics(folder)) + 2)
         time.sleep(3.0 if WITHOUT in words or seconds else 14.0)  # the spare has imported all by then
         wait_for_steps(folder, process, len(metrics(folder)) + 1)
@@ -55,9 +58,10 @@ def measured(words: tuple[str, ...], folder: Path) -> tuple[list[float], list[fl
 
 def main() -> None:
     """Every way, one after the other."""
+    sizes, kills = (SMALL, 1) if "--small" in sys.argv else (SIZES, 3)
     with tempfile.TemporaryDirectory() as folder:
         for name, words in WAYS.items():
-            seconds, processors, lines = measured(words, Path(folder, name.replace(", ", "-")))
+            seconds, processors, lines = measured(words, Path(folder, name.replace(", ", "-")), sizes, kills)
             figures = [", ".join(f"{value:.1f}" for value in values) for values in (seconds, processors)]
             print(f"{name}: {figures[0]} s; of processors {figures[1]} s; {lines[-1]}", flush=True)
 
