@@ -457,7 +457,7 @@ def fitted(rank: int, world_size: int, folder: str, optimizer: str, sharded: boo
         own = (relative, AdafactorSchedule(relative))
     words: dict[str, Any] = {**SETTINGS, "per_device_train_batch_size": BATCH // world_size, "save_strategy": "steps"}
     words |= {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    data = [{"x": each, "labels": 2 * each + 3} for each in x]
+    data = [{"x": value, "labels": 2 * value + 3} for value in x]
     kinds: Any = type("Mine", (ShardedTrainer, Trainer), {}) if sharded else Trainer
     trainer = kinds(model, TrainingArguments(folder, **words), train_dataset=data, eval_dataset=data, optimizers=own)
     trainer.train()
@@ -474,8 +474,8 @@ def test_parameters_without_a_dimension(
 ) -> None:
     (expected,) = alone.run(fitted, str(tmp_path / "one"), optimizer, False)
     for ranks in (ranks2, ranks3):
-        for found in ranks.run(fitted, str(tmp_path / f"{ranks.count}"), optimizer, True):
-            assert_same(found, expected, rtol=2e-4, atol=1e-5)
+        for result in ranks.run(fitted, str(tmp_path / f"{ranks.count}"), optimizer, True):
+            assert_same(result, expected, rtol=2e-4, atol=1e-5)
 
 
 def pushed(rank: int, world_size: int, folder: str, kind: str) -> Any:

@@ -54,11 +54,11 @@ def test_of_an_adapter_all_that_is_assumed_is_said() -> None:
     said = "\n".join(workload_of(bare.model, sequence=bare.sequence, batch=bare.batch).assumptions)
     words = ("in bfloat16 (--param-dtype)", "4,096 tokens (--sequence)", "by name", "in nf4", "adapter is in float32")
     assert lacking(said, *words, "batch is text") == []
-    given = with_adapter(
+    explicit = with_adapter(
         Request(model="Llama-3.2-1B", sequence=64, mixed_precision=None, storage_dtype="float32"), 16, "none"
     )
-    said = "\n".join(workload_of(given.model, sequence=64, batch=given.batch).assumptions)
-    assert not any(words in said for words in ("--param-dtype", "--sequence", "--storage-dtype")), said
+    said = "\n".join(workload_of(explicit.model, sequence=64, batch=explicit.batch).assumptions)
+    assert not any(option in said for option in ("--param-dtype", "--sequence", "--storage-dtype")), said
 
 
 def test_watts_are_those_of_the_title() -> None:
@@ -137,7 +137,7 @@ def test_the_cheapest_within_the_hours_comes_first() -> None:
 
 @pytest.mark.rest
 def test_an_exact_offer_is_what_plan_alone_says_and_predictions_are_near() -> None:
-    request = Request(model="Llama-3.2-1B", sequence=1024, microbatch=8)
+    request = Request(model="gpt2", sequence=1024, microbatch=8)
     devices = [("l40s", 16), ("h100", 8)]
     offers, _ = compare({"full": request}, devices, Run(), lambda line: None, workers=0)
     assert len(offers) == 2

@@ -200,7 +200,7 @@ def localised(session: Session, step: Step) -> Outcome:
 
 
 def lost(session: Session, step: Step) -> Outcome:
-    """Kill a rank of a run that keeps its steps in memory, three times in each way; ``data``: what that took."""
+    """Kill a rank of a run that keeps its steps in memory, in each way; ``data``: what that took."""
     command = [sys.executable, "tests/lost_seconds.py", *(["--small"] if session.small else [])]
     outcome, log = session.run(step.name, command, step.limit)
     outcome.data = {"printed": [line for line in log.read_text().splitlines() if line.strip()][-20:]}

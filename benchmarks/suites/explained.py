@@ -33,7 +33,6 @@ _WHY = (
         r"'other' \(position 2\) must be Tensor, not NoneType",
         "reads `.grad` between microbatches: whole gradients of a step are kept apart until the last one",
     ),
-    (r"aten\.allclose", "calls `torch.allclose` on parameters: torch has none for a DTensor; `full_tensor()` first"),
     (
         r"unwrap_model",
         "pickles the model, which would write a rank's shards alone: refused, by the call to use instead",

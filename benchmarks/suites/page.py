@@ -23,8 +23,8 @@ make peers PEERS_SOURCES=dir   # or takes dir/transformers, dir/accelerate, dir/
 writes this page. A plugin of pytest (`benchmarks/suites`) changes what their trainer makes before their tests are
 imported, and no file of theirs. A test is counted if it passes on **one** process here, offline and without a GPU; it
 then runs on two processes (gloo), and passes if it passes on both; Accelerate's scripts are written for two, and what
-passes with DDP is counted. Folders and random numbers are the same on both, and
-`wait_for_everyone` follows each `save_model` and `save_state` of Accelerate, as in a script.
+passes with DDP is counted. Folders and random numbers are the same on both, and `wait_for_everyone` follows each
+`save_model` and `save_state` of Accelerate, as in a script.
 
 Many of these tests expect one process (files that are there once this process has saved, `model.a` of a wrapped model,
 counts of steps), so plain DDP is what to compare with. It is a selection, which `benchmarks/suites/selection.py` names:

@@ -59,10 +59,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problem = described(error)
-        given = {f"unknown key {override.partition('=')[0].strip()};": override for override in overrides}
-        where = next((f"--set {override}" for words, override in given.items() if problem.startswith(words)), path)
-        raise UserError(f"{where}: {problem}") from None
+        set_by = {override.partition("=")[0].strip(): f"--set {override}" for override in overrides}
+        raise UserError(f"{set_by.get(next(iter(_problems(error))), path)}: {described(error)}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -109,9 +107,7 @@ def set_key(tree: dict[str, Any], text: str) -> None:
 
 def described(error: ValidationError) -> str:
     """Return the first problem of a configuration, with its key, in one line."""
-    problems: dict[str, list[Any]] = {}  # of a union, each branch has one
-    for item in error.errors():
-        problems.setdefault(_dotted(item["loc"]), []).append(item)
+    problems = _problems(error)
     key, items = next(iter(problems.items()))
     more, first = f" (and {len(problems) - 1} more)" if len(problems) > 1 else "", items[0]
     if first["type"] == "extra_forbidden":
@@ -122,6 +118,14 @@ def described(error: ValidationError) -> str:
         return f"{first['ctx']['error']}{more}"
     wanted = dict.fromkeys(item["msg"][0].lower() + item["msg"][1:] for item in items)
     return f"{key}: found {json.dumps(first['input'], default=str)}; {' or '.join(wanted)}{more}"
+
+
+def _problems(error: ValidationError) -> dict[str, list[Any]]:
+    """Return the problems of a configuration by key, in order; of a union, each branch has one."""
+    problems: dict[str, list[Any]] = {}
+    for item in error.errors():
+        problems.setdefault(_dotted(item["loc"]), []).append(item)
+    return problems
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -41,6 +41,10 @@ Source: TypeAlias = Configuration | Factory | Original
 """Builds the same model, on fake tensors, at every ``build(dtype)``."""
 
 
+ASSUMED = "_trueshard_assumed"
+"""Attribute of a function that was made for a configuration: what was taken for granted in that, by sentence."""
+
+
 def workload_of(
     model: str | os.PathLike[str] | Callable[[], Any] | nn.Module,
     *,
@@ -75,7 +79,7 @@ def workload_of(
             hub_feed(source.cls, source.settings, sequence) if batch is None else _feed_of(batch, model_loss, sequence)
         )
     else:
-        assumptions = list(getattr(model, "assumptions", ()))  # of a function that was made for a configuration
+        assumptions = list(getattr(model, ASSUMED, ()))
         feed = _feed_of_factory(made, sequence, batch)
         has_optimizers = made.parts.optimizers is not None and optimizer is None
     # Without transformers' checks of values, such as that there are as many image tokens as features.

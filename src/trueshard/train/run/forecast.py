@@ -329,7 +329,8 @@ def with_adapter(request: Request, rank: int, quantize: Any) -> Request:
     source = workloads.source_of(request.model)
     if not isinstance(source, Configuration):
         raise ValueError(f"lora: {request.model} makes its model itself; let it add the adapter, and leave out lora")
-    dtype = getattr(torch, dtype_name("storage_dtype", request.storage_dtype or "bfloat16"))
+    stored = dtype_name("storage_dtype", request.storage_dtype or "bfloat16")
+    dtype = getattr(torch, stored)
     adapter = AdapterSection(rank=rank)
 
     def model() -> nn.Module:
@@ -341,16 +342,16 @@ def with_adapter(request: Request, rank: int, quantize: Any) -> Request:
 
     model.__name__ = f"{source.name} with an adapter of rank {rank}"
     feed = hub_feed(source.cls, source.settings, request.sequence)  # else the model is built to see what it is fed with
-    of_base = f"Linear layers are stored in {quantize}, other parameters in" if quantize != "none" else ""
-    stored = f"{of_base or 'Parameters are stored in'} {str(dtype).removeprefix('torch.')} (--storage-dtype)."
-    model.assumptions = (  # type: ignore[attr-defined]
+    what = "Parameters" if quantize == "none" else f"Linear layers are stored in {quantize}, other parameters"
+    assumed = (
         *([BF16] if request.mixed_precision == "auto" else []),
         *([LENGTH.format(feed.sequence)] if request.sequence is None else []),
         *source.assumptions,
-        *([stored] if request.storage_dtype is None or of_base else []),
+        *([f"{what} are stored in {stored} (--storage-dtype)."] if request.storage_dtype is None else []),
         "The adapter is in float32, on all linear layers.",
         *feed.assumptions,
     )
+    setattr(model, workloads.ASSUMED, assumed)
     return dataclasses.replace(
         request,
         model=model,

@@ -39,7 +39,7 @@ from trueshard.train.run import out_of_memory, resuming
 from trueshard.train.run.checks import Ready, check, check_settings, held, newest_steps, tell_changes, tell_if_complete
 from trueshard.train.run.incidents import LOST, Incident
 from trueshard.train.run.session import train
-from trueshard.train.run.world import World, join
+from trueshard.train.run.world import World, join, threads_set
 
 if TYPE_CHECKING:
     from trueshard.train.run.replay import Replayed
@@ -210,7 +210,7 @@ def _fix_kernels(device: torch.device) -> None:
     On a CPU a sum depends on the number of threads, which otherwise follows from the number of ranks.
     """
     if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads_set(os.environ) or 1)
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

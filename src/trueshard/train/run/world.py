@@ -125,9 +125,15 @@ def rank_threads(environment: Mapping[str, str], local_size: int, is_ours: bool)
 
     torchrun sets the variable to 1 where nobody has set it, so under it 1 says nothing.
     """
-    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and not is_ours and given == "1"
-    return int(given) if given.isdecimal() and int(given) and not by_torchrun else max(1, cpu_cores() // local_size)
+    threads = threads_set(environment)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and not is_ours and threads == 1
+    return threads if threads and not by_torchrun else max(1, cpu_cores() // local_size)
+
+
+def threads_set(environment: Mapping[str, str]) -> int:
+    """Return the first number of ``OMP_NUM_THREADS``, which may have more for nested regions; 0 if it says none."""
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def meet(environment: Mapping[str, str], rank: int, timeout: float, *, holds: bool) -> dist.Store:
