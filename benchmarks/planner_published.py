@@ -377,9 +377,9 @@ GROUPS = ("out of sample", "out of sample, several axes", "in sample", "FSDP1, 2
 def _group(figures: dict[str, Any]) -> str:
     if figures["source"] in _FSDP1:
         return "FSDP1, 2023 and 2024"
-    if figures["mesh"]:
-        return "out of sample, several axes"
-    return "in sample" if figures["fitted"] else "out of sample"
+    if figures["fitted"]:
+        return "in sample"
+    return "out of sample, several axes" if figures["mesh"] else "out of sample"
 
 
 GOALS = {"reserved": 0.05, "live": 0.03, "speed": 0.15}

@@ -148,6 +148,8 @@ SOURCES = {
     "ao": "pytorch/ao, docs/source/workflows/training.md",
     "kempner": "KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md of April 2026",
     "kempner-configs": "KempnerForge, benchmarks/config_validation/config_validation.md of April 2026",
+    "kempner-scaling": "KempnerForge, benchmarks/weak_scaling_160gpu/README.md of June 2026",
+    "kempner-175b": "KempnerForge, benchmarks/175b_360gpu/README.md of July 2026",
     "kempner-moe": "KempnerForge, benchmarks/moe_expert_parallel and benchmarks/moe_packed of April 2026",
     "foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
     "fms": "foundation-model-stack/fms-fsdp, README.md",

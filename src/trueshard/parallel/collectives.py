@@ -205,24 +205,33 @@ def _own(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def _gathered(x: torch.Tensor, dim: int, total: int, group: Group) -> torch.Tensor:
-    """Parts may be of unequal size: each is sent as large as the largest, and cut after."""
-    largest = rows_of(total, 0, group.size())[1]
-    first = x.movedim(dim, 0)
-    if first.shape[0] < largest:
-        first = torch.cat([first, first.new_zeros((largest - first.shape[0], *first.shape[1:]))])
-    return gather_parts(first, group).flatten(0, 1)[:total].movedim(0, dim).contiguous()
+    """Gather parts, each sent as large as the largest; one copy joins them where they do not lie joined already."""
+    dim, ranks = dim % x.ndim, group.size()
+    largest = rows_of(total, 0, ranks)[1]
+    parts = gather_parts(_extended(x, dim, largest), group)
+    if total == largest * ranks:
+        return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    sizes = [rows_of(total, rank, ranks)[1] for rank in range(ranks)]
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def _scattered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Reduce and scatter; what is sent to each rank is of the size of the largest part, as in ``_gathered``."""
-    total, ranks = x.shape[dim], group.size()
-    largest = rows_of(total, 0, ranks)[1]
-    first = x.movedim(dim, 0)
-    if total < largest * ranks:
-        first = torch.cat([first, first.new_zeros((largest * ranks - total, *first.shape[1:]))])
-    part = first.new_empty((largest, *first.shape[1:]))
-    dist.reduce_scatter_tensor(part, first.contiguous(), group=group)
-    return part[: rows_of(total, group.rank(), ranks)[1]].movedim(0, dim).contiguous()
+    dim, ranks = dim % x.ndim, group.size()
+    total, largest = x.shape[dim], rows_of(x.shape[dim], 0, ranks)[1]
+    pieces = _extended(x, dim, largest * ranks).unflatten(dim, (ranks, largest)).movedim(dim, 0).contiguous()
+    part = pieces.new_empty(pieces.shape[1:])
+    dist.reduce_scatter_tensor(part, pieces.flatten(0, 1), group=group)
+    return part.narrow(dim, 0, rows_of(total, group.rank(), ranks)[1]).contiguous()
+
+
+def _extended(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Return ``x`` with zeros behind it along ``dim``, up to ``size``."""
+    if x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 def _exchanged(x: torch.Tensor, cut: int, join: int, total: int, group: Group) -> torch.Tensor:

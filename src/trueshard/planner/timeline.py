@@ -408,14 +408,20 @@ def all_seconds(events: Sequence[Event], hardware: Hardware, mode: Mode) -> list
 
 
 def _runs(events: Sequence[Event]) -> list[list[int]]:
-    """Return runs of positions of kernels that are fused, two or more each."""
+    """Return runs of positions of kernels that are fused, two or more each.
 
-    def graph(position: int) -> tuple[str, str] | None:
-        """Return phase and unit of a kernel that can be fused with its neighbours."""
+    A collective that the compute stream waits for ends a run, and what reads its result may begin the next.
+    """
+    meetings = itertools.accumulate(type(event) is Communication and event.stream == "compute" for event in events)
+    passed = list(meetings)
+
+    def graph(position: int) -> tuple[str, str, int] | None:
+        """Return phase, unit and collectives passed of a kernel that can be fused with its neighbours."""
         kernel: Any = events[position]
         phase, unit = kernel.place.phase, kernel.place.unit
-        fusable = unit and phase in ("forward", "backward") and is_fusable(kernel) and not kernel.after
-        return (phase, unit) if fusable else None
+        waits = any(getattr(events[before], "stream", "") != "compute" for before in kernel.after)
+        fusable = unit and phase in ("forward", "backward") and is_fusable(kernel) and not waits
+        return (phase, unit, passed[position]) if fusable else None
 
     kernels = [i for i, event in enumerate(events) if type(event) is Kernel]
     runs = [list(run) for key, run in itertools.groupby(kernels, graph) if key is not None]
@@ -423,7 +429,11 @@ def _runs(events: Sequence[Event]) -> list[list[int]]:
 
 
 def _fused_bytes(events: Sequence[Event], run: Sequence[int]) -> int:
-    """Return the bytes that one kernel for the whole run moves: inputs from outside, and results that outlive it."""
+    """Return the bytes that one kernel for the whole run moves: inputs from outside, and results that outlive it.
+
+    Behind the run, buffers of a collective may be allocated, which nothing of it writes.
+    """
+    operators = {getattr(events[i], "op", "") for i in run}
     made: dict[int, int] = {}
     sizes: set[int] = set()
     moved = 0
@@ -434,7 +444,7 @@ def _fused_bytes(events: Sequence[Event], run: Sequence[int]) -> int:
                 break
             moved += event.read - max((size for size in sizes if size <= event.read), default=0)
             sizes.add(event.written)
-        elif type(event) is Allocation:
+        elif type(event) is Allocation and event.what in operators:
             made[event.storage] = event.bytes
         elif type(event) is Free:
             made.pop(event.storage, None)
