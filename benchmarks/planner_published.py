@@ -346,6 +346,11 @@ def _forecast(row: Row) -> dict[str, Any]:
         figures |= {"live_expected": live / 2**30, "reserved_expected": reserved / 2**30}
         expected = (live if row.memory_kind == "live" else reserved) / 2**30
         figures |= {"memory_expected": expected, "memory_error": expected / row.memory - 1}
+        if reserved > device.memory_bytes:  # of what does not fit no speed is forecast
+            held = f"{reserved / 2**30:.0f} of {device.memory_bytes / 2**30:.0f} GiB reserved by the forecast: no speed"
+            figures["open"] = "; ".join(filter(None, (row.open, held)))
+            for key in ("tokens_expected", "error"):
+                figures.pop(key, None)
     return figures
 
 
@@ -469,11 +474,13 @@ def run(tell: Tell, quick: bool = False) -> Table:
             row = replace(row, setting=replace(row.setting, model=replace(row.setting.model, layers=2)))
         figures = forecast(row) if quick else kept.row(repr(row), functools.partial(forecast, row))
         numbers.append(figures)
-        tell(f"{_label(figures)}, {_words(figures)}: {figures['error']:+.1%}")
+        error = f"{figures['error']:+.1%}" if "error" in figures else "does not fit"
+        tell(f"{_label(figures)}, {_words(figures)}: {error}")
         memory = ("", "", "")
         if row.memory is not None:
             memory = (f"{row.memory}", f"{figures['memory_expected']:.1f}", f"{figures['memory_error']:+.1%}")
-        speed = (f"{row.tokens:,.0f}", f"{figures['tokens_expected']:,.0f}", f"{figures['error']:+.1%}")
+        expected = f"{figures['tokens_expected']:,.0f}" if "error" in figures else ""
+        speed = (f"{row.tokens:,.0f}", expected, error)
         rows.append((_label(figures), row.source, _words(figures), _group(figures), *speed, *memory))
     return Table(
         "planner_published",

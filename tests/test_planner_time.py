@@ -258,9 +258,9 @@ def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
     place = EventPlace("forward", "a")
     events: list[Event] = [
         elementwise(10, 10),
-        Allocation(place, 1, 10),
+        _result(place, 1),
         elementwise(10, 10),
-        Allocation(place, 2, 10),
+        _result(place, 2),
         Free(place, 1, 10),
         compute(7),
     ]
@@ -273,8 +273,32 @@ def test_compiled_neighbours_move_memory_once(device: Hardware) -> None:
 
 def test_what_outlives_a_fused_kernel_is_written(device: Hardware) -> None:
     place = EventPlace("forward", "a")
-    events: list[Event] = [elementwise(10, 10), Allocation(place, 1, 10), elementwise(10, 10), Allocation(place, 2, 10)]
+    events: list[Event] = [elementwise(10, 10), _result(place, 1), elementwise(10, 10), _result(place, 2)]
     assert sum(timeline.all_seconds(events, device, "compile")) == 30
+
+
+def test_a_collectives_buffer_is_not_written_by_the_fused_kernel_before_it(device: Hardware) -> None:
+    place = EventPlace("forward", "a")
+    events: list[Event] = [elementwise(10, 10), elementwise(10, 10), _result(place, 1)]
+    buffer = Allocation(place, 2, 80, what="aten.new_empty")
+    events += [buffer, collective("all_gather", 70, stream="compute"), compute(7)]
+    assert timeline.all_seconds(events, device, "compile") == [20, 0, 0, 0, 0, 7]
+
+
+def test_a_fused_kernel_begins_with_what_a_collective_brought_and_spans_none(device: Hardware) -> None:
+    """Of a collective that the compute stream waits for; one on a stream of its own ends earlier or later."""
+
+    def times(stream: str) -> list[float]:
+        brought = dataclasses.replace(elementwise(10, 10), after=(2,))
+        events = [elementwise(10, 10), elementwise(10, 10), collective("reduce_scatter", 5, stream=stream)]
+        return timeline.all_seconds([*events, brought, elementwise(10, 10)], device, "compile")
+
+    assert times("compute") == [10, 0, 0, 10, 0]
+    assert times("reduce_scatter") == [10, 0, 0, 20, 20]
+
+
+def _result(place: EventPlace, storage: int) -> Allocation:
+    return Allocation(place, storage, 10, what="aten.mul")
 
 
 def test_nothing_is_fused_over_units_or_matrix_products(device: Hardware) -> None:
