@@ -92,8 +92,11 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 """Questions, and the command's arguments: of H100s, with everything left to it that is not named"""
 
-_FIGURES = "tokens/s", "reserved"
-"""What is read from the answer's text."""
+_FIGURES = {
+    "tokens/s": r"^ *tokens/s  +([\d,]+)|^best .* ([\d,]+)  +[\d.]+%",
+    "reserved": r"^ *reserved  +([\d.]+ \w+)|^best  +([\d.]+ \w+)",
+}
+"""What is read from the answer's text: of a plan, or of the best beside another stack's own."""
 
 LIMIT = 10.0
 """Seconds of an answer; of the first line on stderr 2"""
@@ -156,11 +159,11 @@ def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:
         if process.returncode:
             raise RuntimeError(line + errors)
         text = answer.read_text(encoding="utf-8")
-    forecast = {key: re.search(rf"^ *{key}  +([\d.,]+(?: [KMGT]iB)?)", text, re.MULTILINE) for key in _FIGURES}
+    forecast = {key: re.search(pattern, text, re.MULTILINE) for key, pattern in _FIGURES.items()}
     return {
         "first": first,
         "seconds": seconds,
         "cpu": used.ru_utime + used.ru_stime,
         "gib": used.ru_maxrss / 2**20,
-        **{key: match[1] for key, match in forecast.items() if match},
+        **{key: match[match.lastindex or 0] for key, match in forecast.items() if match},
     }
