@@ -97,7 +97,7 @@ def _note() -> str:
         "has memory, both sharded first. transformers: `from_pretrained` with `DistributedConfig(fsdp_size=…)`. "
         "Accelerate: `from_pretrained` and its FSDP2 preparation, with RAM-efficient loading, called directly: on CPUs "
         "its plugin runs DDP. torch DCP: what it saved, in which a tie is twice. transformers hands out the mapped "
-        "file as weights; hence three times: until the "
+        "file as weights, TrueShard a copy, which does not change with the file; hence three times: until the "
         "call returns, until a byte of each page has been read, until one has been written. Memory is the peak of what "
         "is resident, mapped files included. Bytes read are those of all ranks: returned by `read`, taken by TrueShard "
         "from files that it maps, and weights that lie in a map when it returns; an own checkpoint is also read for "
