@@ -38,7 +38,9 @@ from parity import _environment
 
 ROUNDS = [5, pytest.param(10, marks=pytest.mark.rest)]
 LIMIT = 20.0
-"""seconds for a collective, and for a rank to end once another was killed"""
+"""seconds for a collective, and until ranks are ready"""
+TO_END = LIMIT + 10.0
+"""seconds for a rank to end once another was killed: it may have begun to wait for it at that moment"""
 LONGEST = 0.25
 """seconds of saving before a kill, at most: several saves"""
 WIDTH = 64
@@ -144,7 +146,7 @@ def play(order: dict[str, Any]) -> list[dict[str, Any]]:
         time.sleep(order["delay"])
         for rank in order["kill"]:
             os.kill(ranks[rank][0], signal.SIGKILL)
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + TO_END
     while pipes and time.monotonic() < deadline:
         _listen(pipes, said, 1.0)
     hung = set(pipes.values())
