@@ -20,7 +20,7 @@ from trueshard.model.names import Index
 from trueshard.options import GRADIENT_SUMS, Offload, Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
-from trueshard.planner.search.evaluator import Evaluator, Simulations
+from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.workload import Job, NotFaster, NothingFits, Study, Workload
@@ -444,13 +444,6 @@ def test_a_space_that_is_expected_to_be_slower_is_not_studied() -> None:
     assert best / 2 < slower.value.args[0] < 100 * best  # short steps are issued slower than is predicted
     assert lines == []
     assert choose(space(tower(2)), faster_than=best / 2).forecast.tokens_per_second_per_rank == best
-
-
-def test_a_space_that_is_slower_whatever_its_memory_is_probed_without_recomputation() -> None:
-    asked = space(tower(2))
-    with Simulations(asked.workload, 0).running() as simulations, pytest.raises(NotFaster):
-        choose(asked, simulations=simulations, faster_than=1e12)
-    assert {word for probes, _ in simulations.probes.values() for _, word in probes} == {"none"}
 
 
 @pytest.mark.rest

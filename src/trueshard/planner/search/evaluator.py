@@ -284,27 +284,22 @@ class Evaluator:
 
     # Prediction
 
-    @functools.cached_property
-    def recomputations(self) -> list[Recompute]:
-        """Ways in which candidates recompute blocks, the least first."""
-        setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
-        used = {again for candidate in self.candidates(setting, False) for _, again, _ in candidate.values}
-        return [word for word in RECOMPUTE if word in used]
-
-    def start_probes(self, words: Sequence[Recompute] = ()) -> None:
+    def start_probes(self) -> None:
         """Start all measurements, to go on side by side, or take those of the same job on other ranks or devices.
 
-        A probe's trace depends on the ranks by its shards alone, which are scaled, and not on the device. ``words``: of
-        these recomputations alone.
+        A probe's trace depends on the ranks by its shards alone, which are scaled, and not on the device.
         """
         space, cluster = self.space, self.space.cluster(self.replicas[0])
         key = repr((space.choices, space.batches(), space.workload.sequence, space.hardware.streams))
         self._probes, probed = self.simulations.probes.setdefault(key, ({}, cluster))
         self._probed = dataclasses.replace(probed, hardware=space.hardware)
-        started = {word for _, word in self._probes}
+        if self._probes:
+            return
         sizes = sorted({microbatch for microbatch, _ in self.space.batches()})
+        setting = Setting(self.replicas[0], *self.space.batches()[0], "none")
+        used = {again for candidate in self.candidates(setting, False) for _, again, _ in candidate.values}
         base = list(self.bases(self.replicas[0]).values())[-1]
-        for recompute in (word for word in words or self.recomputations if word not in started):
+        for recompute in (word for word in RECOMPUTE if word in used):
             again = self.space.settled(activation_checkpointing=recompute).activation_checkpointing
             plan = dataclasses.replace(
                 base, reshard_after_forward="always", activation_checkpointing=again, offload="none"
@@ -317,7 +312,7 @@ class Evaluator:
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
-        if all(word != recompute for _, word in self._probes):  # predicted outside of a search
+        if not self._probes:  # predicted outside of a search
             self.start_probes()
         sizes = sorted({size for size, word in self._probes if word == recompute})
         probes = (self._probes[size, recompute] for size in (sizes[0], sizes[-1]))

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-from trueshard.options import Offload, Recompute
+from trueshard.options import Offload
 from trueshard.planner.search import explain
 from trueshard.planner.search.evaluator import MARGIN, Evaluator, Simulations
 from trueshard.planner.search.space import Candidate, Setting, Space
@@ -91,9 +91,9 @@ def _best_study(
     explain.check_largest_unit(evaluator)
     remarks: tuple[str, ...] = ()
     try:
+        evaluator.start_probes()
         if faster_than:
             check_speed(evaluator, faster_than)
-        evaluator.start_probes()
         for offload in evaluator.space.offloads:
             if evaluator.best is not None:
                 break
@@ -121,26 +121,10 @@ def _best_study(
 
 
 def check_speed(evaluator: Evaluator, faster_than: float) -> None:
-    """Raise NotFaster if the plans that are expected to fit are expected to be slower.
-
-    Whatever their memory, none is faster than the one that recomputes least: its probe may do.
-    """
-    offload, least = evaluator.space.offloads[0], evaluator.recomputations[0]
-
-    def check(candidates: list[Candidate]) -> None:
-        costs = [evaluator.expected(candidate).cost for candidate in candidates]
-        if costs and (expected := 1 / min(costs)) * (1 + DOUBT) < faster_than:
-            raise NotFaster(expected)
-
-    evaluator.start_probes([least])
-    check(_recomputing(evaluator, offload, least))
-    check(proposals(evaluator, offload))
-
-
-def _recomputing(evaluator: Evaluator, offload: Offload, word: Recompute) -> list[Candidate]:
-    """Return the candidates that recompute alike all over."""
-    every = [candidate for grouping in evaluator.groupings(offload) for candidate in evaluator.candidates(*grouping)]
-    return [candidate for candidate in every if {again for _, again, _ in candidate.values} == {word}]
+    """Raise NotFaster if the plans that are expected to fit are expected to be slower."""
+    costs = [evaluator.expected(candidate).cost for candidate in proposals(evaluator, evaluator.space.offloads[0])]
+    if costs and (expected := 1 / min(costs)) * (1 + DOUBT) < faster_than:
+        raise NotFaster(expected)
 
 
 def _search_with(evaluator: Evaluator, offload: Offload, work: float) -> None:
