@@ -20,9 +20,11 @@ from trueshard.model.names import Index
 from trueshard.options import GRADIENT_SUMS, Offload, Options
 from trueshard.planner.forecasting import Cluster, study_job
 from trueshard.planner.hardware import hardware
+from trueshard.planner.search.costs import measured, memory_of
 from trueshard.planner.search.evaluator import Evaluator
 from trueshard.planner.search.search import choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
+from trueshard.planner.simulation.simulate import Short
 from trueshard.planner.workload import Job, NotFaster, NothingFits, Study, Workload
 from trueshard.plans import MixedPrecision, Plan
 from trueshard.sharding import engine
@@ -444,6 +446,20 @@ def test_a_space_that_is_expected_to_be_slower_is_not_studied() -> None:
     assert best / 2 < slower.value.args[0] < 100 * best  # short steps are issued slower than is predicted
     assert lines == []
     assert choose(space(tower(2)), faster_than=best / 2).forecast.tokens_per_second_per_rank == best
+
+
+def test_a_probe_of_passes_alone_tells_what_one_with_a_step_tells_of_units() -> None:
+    evaluator = Evaluator(space(tower(4), microbatch=4))
+    short = Short(evaluator.space.job(None, Setting(1, 4, 1, "none")), evaluator.bases(1)[False], [], [])
+    costs = []
+    for steps in (True, False):
+        trace = evaluator.simulations.simulator.probe(short, steps=steps)
+        costs.append(measured(trace, memory_of(trace), evaluator.space.cluster(1), "eager"))
+    stepped, passes = costs
+    assert passes.units == stepped.units
+    assert passes.events == stepped.events
+    assert passes.step.forward < stepped.step.forward
+    assert passes.step.resting == 0 < stepped.step.resting
 
 
 @pytest.mark.rest

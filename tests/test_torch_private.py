@@ -12,6 +12,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -891,6 +892,74 @@ def test_a_fake_result_that_is_remembered_is_like_the_first() -> None:
             assert (again.stride(), again.storage_offset()) == (first.stride(), first.storage_offset())
             shares = [_torch.storage_identity(each) == _torch.storage_identity(x) for each in (first, again)]
             assert shares == [function is not torch.relu] * 2
+
+
+class _Runs(_torch.SimulationMode):
+    """Runs each operator by ``run_fake``, and keeps nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (known := _torch.device_asked(func, args)) is not None:
+            return known
+        return _torch.run_fake(func, args, kwargs or {})
+
+
+def test_an_operator_that_was_seen_before_is_run_without_the_dispatcher_alike() -> None:
+    calls: list[Any] = [
+        lambda x: torch.relu(x),
+        lambda x: x.t()[1:],
+        lambda x: x.split(2),
+        lambda x: x.unbind(0),
+        lambda x: torch.ops.aten._unsafe_view(x, [11, 5]),
+        lambda x: torch.ops.aten.native_layer_norm(x, [11], None, None, 1e-5),
+        lambda x: x.add_(1),
+        lambda x: torch._foreach_add([x, x], 1),
+        lambda x: torch._foreach_mul_([x], 2),
+        lambda x: x[torch.zeros(3, dtype=torch.int64)],
+        lambda x: torch.where(x[:, 0] > 0, 1.0, x[:, 0]),
+    ]
+
+    def facts(result: Any, of: torch.Tensor) -> list[Any]:
+        shared = _torch.storage_identity(of)
+        return [
+            (t.shape, t.dtype, t.stride(), t.storage_offset(), t.device, _torch.storage_identity(t) == shared, t is of)
+            for t in (_torch.leaves_of(result) if result is not None else [])
+        ]
+
+    with _torch.fake_tensors():
+        x = torch.ones(5, 11)
+        plain = [facts(call(x), x) for call in calls]
+    with _torch.fake_tensors(), _Runs():
+        x = torch.ones(5, 11)
+        for _ in range(2):
+            assert [facts(call(x), x) for call in calls] == plain
+        freed = [weakref.ref(part) for part in x.split(2)]
+        assert not any(reference() for reference in freed)
+
+
+def test_an_operator_is_not_remembered_where_a_value_or_another_mode_matters() -> None:
+    with _torch.fake_tensors(), Watching() as watching, _Runs():
+        torch.ones(3).exp()
+        torch.ones(3).exp()
+    assert [name for name, *_ in watching.seen].count("exp") == 2
+    with _torch.fake_tensors(), _Runs():
+        x = torch.ones(2, 3)
+        for rows in ((3, 2), (2, 3), (3, 2)):
+            x.t_()
+            assert x.shape == rows
+
+
+def test_meshes_that_are_cut_already_are_joined_once() -> None:
+    with _torch.simulated_world(0, 8):
+        both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
+        model = Stack()
+        data, along = both["data"], both["tensor"]
+        for module in (model.first, model.last):
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), along, [Shard(0)]))
+        with _torch.meshes_joined_once():
+            fully_shard([model.first, model.last], mesh=data)
+        meshes = [module.weight.device_mesh for module in (model.first, model.last)]
+        assert meshes[0] is meshes[1]
+        assert meshes[0].shape == (4, 2)
 
 
 def test_what_dtensor_makes_to_find_out_shapes_is_not_seen() -> None:

@@ -11,6 +11,7 @@ Each file uses the private names of one part of torch. Others call ``_torch.loca
 from __future__ import annotations
 
 from trueshard._torch.capabilities import *
+from trueshard._torch.fake_mode import *
 from trueshard._torch.fsdp import *
 from trueshard._torch.modules import *
 from trueshard._torch.operators import *

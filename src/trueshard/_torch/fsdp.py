@@ -11,10 +11,12 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -97,6 +99,25 @@ def initialise(root: ShardedModule) -> None:
     finally:
         for parameter in fake:
             parameter.__dict__.pop("reset_sharded_param", None)  # one that is tied is there twice
+
+
+@contextlib.contextmanager
+def meshes_joined_once() -> Iterator[None]:
+    """Inside, ``fully_shard`` joins its mesh with that of parameters that are cut already once, not for each of them.
+
+    To make a mesh takes milliseconds, in proportion to its ranks: half of the time that such a parameter takes.
+    """
+    joined: dict[tuple[int, ...], tuple[list[DeviceMesh], DeviceMesh]] = {}
+    original: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
+
+    def join(meshes: list[DeviceMesh]) -> DeviceMesh:
+        key = tuple(map(id, meshes))
+        if key not in joined:
+            joined[key] = meshes, original(meshes)  # held, so that no other mesh gets the same identity
+        return joined[key][1]
+
+    with mock.patch.object(DeviceMesh, "_concatenate", staticmethod(join)):
+        yield
 
 
 def refresh_dtypes(root: nn.Module) -> None:

@@ -6,27 +6,18 @@ import contextlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import (
-    _DISPATCH_HANDLE_DIRECTLY,
-    _DISPATCH_META_HANDLERS,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from trueshard._torch.tensors import storage_identity
-
-#: What sees every operator that runs inside it; it has no public name.
-DispatchMode = TorchDispatchMode
 
 
 def schema_of(func: Any) -> Any:
@@ -65,124 +56,6 @@ def is_held_once(tensor: torch.Tensor) -> bool:
     dense = tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     uses = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
     return dense and int(cast(Any, tensor)._use_count()) <= HELD[0] and uses <= HELD[1]
-
-
-class SimulationMode(TorchDispatchMode):
-    """A dispatch mode for many operators: nothing wraps its ``__torch_dispatch__`` to keep ``torch.compile`` out."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class _FakeTensorMode(SimulationMode, FakeTensorMode):
-    """``FakeTensorMode`` without what it does around each operator for ``torch.compile``: wrappers, logs, counters.
-
-    It remembers results of operators by their arguments. To tell arguments apart, and to make the tensors of a result,
-    takes it most of an operator's time; of plain ones with whole numbers for sizes, less does the same.
-    """
-
-    _attributes: Mapping[str, Any] = {}
-    """Attributes of a new fake tensor, besides mode and device; filled from the first one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ANSWERED or not self.cache_enabled:
-            return self.dispatch(func, types, args, kwargs or {})
-        return self._cached_dispatch_impl(func, types, args, kwargs or {})
-
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
-        metadata = entry.metadata
-        if (
-            metadata is None
-            or entry.inplace_idx is not None
-            or metadata.is_conj
-            or metadata.is_neg
-            or self._is_special(metadata)
-        ):
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        with torch._C._DisableTorchDispatch():
-            made = torch.empty_strided(
-                metadata.shape,
-                metadata.stride,
-                dtype=metadata.dtype,
-                device="meta",
-                requires_grad=metadata.requires_grad,
-            )
-            if func.is_view:
-                memory = args[entry.view_idx].untyped_storage()
-                made.set_(memory, metadata.storage_offset, metadata.shape, metadata.stride)
-        return self._faked(made, metadata.device)
-
-    def _is_special(self, metadata: Any) -> bool:
-        return metadata.layout is not torch.strided or self.shape_env is not None or self.cache_crosscheck_enabled
-
-    def _faked(self, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
-        """Return ``FakeTensor(self, tensor, device)`` of a meta tensor, with the attributes of the first one."""
-        if not self._attributes:
-            first = FakeTensor(self, tensor, device)
-            self._attributes = {key: value for key, value in vars(first).items() if key != "fake_mode"}
-            return first
-        made: Any = torch.Tensor._make_subclass(
-            FakeTensor, tensor, tensor.requires_grad, dispatch_device=True, device_for_backend_keys=device
-        )
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
-        vars(made).update(self._attributes, fake_mode=self)
-        made.fake_device = device
-        return cast(FakeTensor, made)
-
-    def _prep_args_for_hash(self, result: list[Any], args: Any, *more: Any) -> None:
-        before = len(result)
-        if not self._told_apart(result, args):
-            del result[before:]
-            super()._prep_args_for_hash(result, args, *more)
-
-    def _told_apart(self, result: list[Any], args: Any) -> bool:
-        """Append what tells ``args`` from others; False if there is one among them that is not plain."""
-        result.append((type(args), len(args)))
-        if isinstance(args, dict):
-            return self._told_apart(result, tuple(args)) and self._told_apart(result, tuple(args.values()))
-        for argument in args:
-            kind = type(argument)
-            if kind is FakeTensor:
-                if (
-                    argument.fake_mode is not self
-                    or argument.constant is not None
-                    or argument.layout is not torch.strided
-                ):
-                    return False
-                result += (
-                    argument.dtype,
-                    argument.shape,
-                    argument.stride(),
-                    argument.storage_offset(),
-                    argument.requires_grad,
-                )
-                result += (argument.untyped_storage().nbytes(), argument.fake_device, argument.is_inference())
-                if (
-                    argument.is_conj()
-                    or argument.is_neg()
-                    or argument.is_quantized
-                    or argument._has_symbolic_sizes_strides
-                ):
-                    return False
-            elif kind in _PLAIN:
-                result += (kind, argument)
-            elif kind not in (list, tuple) or not self._told_apart(result, argument):
-                return False
-        return True
-
-
-_ANSWERED = {*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY}
-"""Questions about a tensor, which are no operators."""
-_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, make tensors with a shape, a dtype, a device and a storage of their size, and no memory.
-
-    ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
-    """
-    return _FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def device_asked(func: Any, args: Any) -> Any:

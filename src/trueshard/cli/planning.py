@@ -274,14 +274,13 @@ def joined(arguments: list[str]) -> list[str]:
 
 def _best(request: Request, sliders: bool, curve: bool = False) -> tuple[Study, dict[str, Any] | None]:
     """Return the study of the best plan, or of the one that the request has, and the points of the sliders."""
-    from trueshard.planner.choose_plan import grid, solve
-    from trueshard.planner.imbalance import with_imbalances
+    from trueshard.planner.choose_plan import grid
+    from trueshard.planner.imbalance import solve_with_imbalances
 
     if request.axes or sliders:
         gc.unfreeze()  # several searches: what each leaves behind is collected
     with _status(f"Building {getattr(request.model, '__name__', request.model)} on fake tensors") as status:
-        study = solve(request, status.update, workers=None)
-        study = with_imbalances(request, study, status.update, whole=curve, workers=None)
+        study = solve_with_imbalances(request, status.update, whole=curve, workers=None)
         return study, grid(request, study, status.update) if sliders else None
 
 

@@ -137,6 +137,7 @@ def advise(
     search_axes = options.pop("axes", False)
     request = request_of(draft, model or model_of(draft, path), options)
     with shared_simulations(request, workers) as shared:
+        shared.expect(lambda: _search_of(request, request, kind, draft, progress, shared)[0].start_probes())
         theirs = checked(shared, lambda: forecast_of(request, kind, draft, progress, shared))
         search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress, shared=shared)
         best = on_best_axes(request, search, progress) if search_axes else search(request)
@@ -241,6 +242,31 @@ def best_of(
     ``shared``, ``faster_than``: as of `solve`. Raises ValueError for axes, beside those of the file (`theirs`), without
     a key there or that the batch rules out.
     """
+    evaluator, sizes, of_rank = _search_of(request, theirs, kind, draft, progress, shared)
+    reshards = [word for word in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", word)]
+    recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
+    offloads: tuple[Offload, ...] = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
+    if faster_than:
+        check_speed(evaluator, faster_than)
+    for offload in offloads:
+        settings = [Setting(evaluator.space.replicate or 1, size, of_rank // size, offload) for size in sizes]
+        choices = itertools.product(settings, reshards, recomputes)
+        study_fastest(evaluator, [evaluator.uniform(*choice) for choice in choices])
+        if evaluator.best is not None:
+            return evaluator.studies[evaluator.best]
+    assert evaluator.smallest is not None
+    return evaluator.studies[evaluator.smallest]
+
+
+def _search_of(
+    request: Request,
+    theirs: Request,
+    kind: Framework,
+    draft: Draft,
+    progress: Progress,
+    shared: Simulations | None,
+) -> tuple[_TheirUnits, list[int], int]:
+    """Return the search of `best_of`, the microbatches that have a key there, and a rank's samples of a step."""
     assert theirs.microbatch is not None
     assert theirs.accumulation is not None
     for axis in ("pipeline", *OPTIONS):
@@ -264,19 +290,7 @@ def best_of(
         space = dataclasses.replace(space, microbatch=None, accumulation=None, global_batch=of_rank * readers)
     evaluator = _TheirUnits(space, progress, simulations=shared)
     evaluator.change = functools.partial(in_their_units, kind=kind, draft=draft)
-    reshards = [word for word in RESHARD if spoken(kind, draft, "shard.reshard_after_forward", word)]
-    recomputes = [word for word in RECOMPUTE if spoken(kind, draft, "shard.activation_checkpointing", word)]
-    offloads: tuple[Offload, ...] = ("none", "cpu") if spoken(kind, draft, "shard.offload", "cpu") else ("none",)
-    if faster_than:
-        check_speed(evaluator, faster_than)
-    for offload in offloads:
-        settings = [Setting(space.replicate or 1, size, of_rank // size, offload) for size in sizes]
-        choices = itertools.product(settings, reshards, recomputes)
-        study_fastest(evaluator, [evaluator.uniform(*choice) for choice in choices])
-        if evaluator.best is not None:
-            return evaluator.studies[evaluator.best]
-    assert evaluator.smallest is not None
-    return evaluator.studies[evaluator.smallest]
+    return evaluator, sizes, of_rank
 
 
 # Units, as they are there

@@ -18,7 +18,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from trueshard import _torch
-from trueshard.axes import AXES, ranks_along, sizes_of
+from trueshard.axes import AXES, Axis, ranks_along, sizes_of
 from trueshard.model import names
 from trueshard.options import DEFAULTS, Options, is_free
 from trueshard.planner import pipelining, process
@@ -34,7 +34,7 @@ from trueshard.planner.hardware import Hardware
 from trueshard.planner.inputs.batches import LONGER
 from trueshard.planner.inputs.workloads import is_size, workload_of
 from trueshard.planner.planning import Request
-from trueshard.planner.search.evaluator import Simulations
+from trueshard.planner.search.evaluator import Evaluator, Simulations
 from trueshard.planner.search.search import WORK, checked, choose
 from trueshard.planner.search.space import RECOMPUTE, Setting, Space
 from trueshard.planner.simulation.preflight import preflight
@@ -71,7 +71,7 @@ def solve(
             return checked(shared, lambda: solve(request, progress, workers=workers, shared=shared))
     if request.axes:
         search = functools.partial(solve, progress=progress, workers=workers, shared=shared)
-        return on_best_axes(request, search, progress)
+        return on_best_axes(request, search, progress, functools.partial(_expect_search, shared=shared))
     space, is_open = space_of(request, shared)
     if space.pipe.stages > 1:
         study = _of_pipeline(space, request.plan, workers)
@@ -82,6 +82,20 @@ def solve(
     else:
         study = _of_one_plan(space, request.plan, shared)
     return dataclasses.replace(study, assumptions=(*_left_out(request, space), *study.assumptions))
+
+
+def _expect_search(requests: Iterator[Request], shared: Simulations) -> None:
+    """Let the probes of the first search that is not refused begin before it is asked for."""
+
+    def start() -> None:
+        for request in requests:
+            with contextlib.suppress(ValueError):
+                space, is_open = space_of(request, shared)
+                if is_open and space.pipe.stages == 1:
+                    Evaluator(space, simulations=shared).start_probes()
+                return
+
+    shared.expect(start)
 
 
 def _instead_of_offload(
@@ -321,10 +335,16 @@ class _Trial:
         return f"{_axes_text(self.request)} {f'lacks {size(self.lack)}' if self.lack else speed}"
 
 
-def on_best_axes(request: Request, solve: Callable[..., Study], progress: Progress) -> Study:
+def on_best_axes(
+    request: Request,
+    solve: Callable[..., Study],
+    progress: Progress,
+    expect: Callable[[Iterator[Request]], object] = lambda requests: None,
+) -> Study:
     """Return the study of the fastest plan of all axes that were tried; Ctrl-C takes the best so far.
 
-    ``solve``: (request, faster_than=tokens a second or None) → study, see ``choose``.
+    ``solve``: (request, faster_than=tokens a second or None) → study, see ``choose``. ``expect``: gets, before a
+    request is solved, those that come next if it is no better, of which the first that is not refused will be solved.
 
     Raises NothingFits, where plans are searched, if nothing does on any axes: that of those that lack the least.
     """
@@ -335,12 +355,16 @@ def on_best_axes(request: Request, solve: Callable[..., Study], progress: Progre
         except NothingFits as error:
             return _Trial(request, error.study, error)
 
-    best = tried(dataclasses.replace(request, axes=False))
+    request = dataclasses.replace(request, axes=False)
+    expect(_larger(request, _TRIED))
+    best = tried(request)
     others: list[_Trial | str] = []
     try:
-        for axis in _TRIED:
-            for larger in _doubled(best, axis.name, in_node=axis.in_node, piped=axis.place == "stages"):
+        for a, axis in enumerate(_TRIED):
+            for larger in _doubled(best.request, axis, fits=not best.lack):
                 progress(f"{_axes_text(larger)}; the best so far: {best}")
+                if not best.lack:
+                    expect(_larger(best.request, _TRIED[a + 1 :]))
                 forecast = best.study.forecast
                 try:
                     trial = tried(larger, 0.0 if best.lack else forecast.tokens_per_second_per_rank)
@@ -364,16 +388,23 @@ def on_best_axes(request: Request, solve: Callable[..., Study], progress: Progre
     return dataclasses.replace(best.study, reasons=(reason, *best.study.reasons))
 
 
-def _doubled(best: _Trial, axis: str, *, in_node: bool, piped: bool) -> Iterator[Request]:
-    """Yield requests with 2, 4, … times as many ranks on an axis, up to what the ranks and a node allow."""
-    request = best.request
-    if piped and not best.lack and not (request.accumulation or request.global_batch):
+def _larger(request: Request, axes: Iterable[Axis]) -> Iterator[Request]:
+    """Yield what ``_doubled`` yields, for some axes one after the other, of a request whose plan fits."""
+    return itertools.chain.from_iterable(_doubled(request, axis, fits=True) for axis in axes)
+
+
+def _doubled(request: Request, axis: Axis, *, fits: bool) -> Iterator[Request]:
+    """Yield requests with 2, 4, … times as many ranks on an axis, up to what the ranks and a node allow.
+
+    ``fits``: whether the plan of ``request`` does.
+    """
+    if axis.place == "stages" and fits and not (request.accumulation or request.global_batch):
         return
     node = request.ranks_per_node or request.device().ranks_per_node
-    ranks = 2 * ranks_along(request, axis)
-    while ranks <= (min(node, request.ranks) if in_node else request.ranks):
-        value: Any = {"ranks": ranks, "sequence": True} if in_node else ranks
-        yield dataclasses.replace(request, **{axis: value})
+    ranks = 2 * ranks_along(request, axis.name)
+    while ranks <= (min(node, request.ranks) if axis.in_node else request.ranks):
+        value: Any = {"ranks": ranks, "sequence": True} if axis.in_node else ranks
+        yield dataclasses.replace(request, **{axis.name: value})
         ranks *= 2
 
 

@@ -5,11 +5,13 @@ Then all tokens go to the experts of one rank, or, where a token has more expert
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
-from trueshard.planner.choose_plan import Progress, space_of
+from trueshard.planner.choose_plan import Progress, shared_simulations, solve, space_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
+from trueshard.planner.search.search import checked
 from trueshard.planner.search.space import Setting
 from trueshard.planner.workload import Study
 from trueshard.text import size
@@ -20,25 +22,43 @@ NEAR = 1.1
 """Ratio of an imbalance that does not fit to one that does at which the latter is near enough to the largest."""
 
 
+def solve_with_imbalances(
+    request: Request, progress: Progress = lambda line: None, *, whole: bool = True, workers: int | None = 0
+) -> Study:
+    """Return ``choose_plan.solve``'s study with its imbalances, made in the same processes; see ``with_imbalances``."""
+    with shared_simulations(request, workers) as shared:
+        study = checked(shared, lambda: solve(request, progress, workers=workers, shared=shared))
+        return with_imbalances(request, study, progress, whole=whole, workers=workers, shared=shared)
+
+
 def with_imbalances(
-    request: Request, study: Study, progress: Progress, *, whole: bool = True, workers: int | None = 0
+    request: Request,
+    study: Study,
+    progress: Progress,
+    *,
+    whole: bool = True,
+    workers: int | None = 0,
+    shared: Simulations | None = None,
 ) -> Study:
     """Return a study of ``request`` with its plan's forecasts by imbalance, where ranks share experts (no pipeline's).
 
     ``whole``: at all ``STEPS``; else at the ends, and where the largest does not fit, at those between.
-    ``workers``: as of ``choose_plan.solve``.
+    ``workers``, ``shared``: as of ``choose_plan.solve``.
     """
     plan, forecast, largest = study.plan, study.forecast, study.trace.largest_imbalance
     if plan.experts == 1 or forecast.pipeline > 1:
         return study
     is_bf16 = {unit.dtype for unit in plan.units} == {"bfloat16"}  # perhaps chosen, where nothing else fits
     dtype = request.storage_dtype or ("bf16" if is_bf16 else None)
-    space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, storage_dtype=dtype))
+    if dtype != request.storage_dtype:
+        shared = None  # another model
+    space, _ = space_of(dataclasses.replace(request, plan=plan, axes=False, storage_dtype=dtype), shared)
     setting = Setting(space.replicate or 1, forecast.microbatch, forecast.accumulation, space.offloads[0])
     points = {space.imbalance: forecast}
     wanted = [*(step for step in STEPS if step < largest and (whole or step == 1)), largest]
     fits = fails = 0.0
-    with Simulations(space.workload, workers).running() as simulations:
+    own = contextlib.nullcontext(shared) if shared is not None else Simulations(space.workload, workers).running()
+    with own as simulations:
         while wanted:
             if (imbalance := wanted.pop(0)) not in points:
                 progress(f"Imbalance {imbalance:g} of experts")

@@ -107,8 +107,9 @@ def apply(
     dimensions = plan.cut_dimensions
     shard_of: dict[Any, Shard] = {_present(p): Shard(dimensions[p.name]) for p in originals if p.name in dimensions}
     # [Note: Order of application]
-    for unit in sorted(plan.units, key=lambda unit: -max(index.depths[name] for name in unit.modules)):
-        _shard_unit(unit, modules, plan, axes, whole, shard_of)
+    with _torch.meshes_joined_once():
+        for unit in sorted(plan.units, key=lambda unit: -max(index.depths[name] for name in unit.modules)):
+            _shard_unit(unit, modules, plan, axes, whole, shard_of)
     if plan.exact and mesh.size(-1) == 1:
         _torch.align_gradients(root)
     else:

@@ -69,11 +69,19 @@ class Costs:
 
     units: Mapping[str, UnitCost]
     step: UnitCost
-    """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``resting`` bytes."""
+    """Clipping and optimizers of the probe: ``forward`` seconds, ``forward_peak`` and ``resting`` bytes; nothing if the
+    probe had none."""
     shards: float
     """Ranks of a shard group in the probe."""
     events: float
-    """Events of a unit in the probe."""
+    """Events of a unit's forward and backward in the probe."""
+    step_events: float
+    """Events of clipping and optimizers for a unit."""
+
+    @property
+    def all_events(self) -> float:
+        """Events of a unit in a step."""
+        return self.events + self.step_events
 
     @property
     def resting(self) -> float:
@@ -139,7 +147,9 @@ def measured(trace: Trace, memory: Mapping[str, Mapping[str, float]], cluster: C
     step = UnitCost(**units.pop(_STEP, {}))
     order = sorted(units, key=lambda name: last_forward.get(name, -1))
     costs = {name: UnitCost(**units[name]) for name in order}
-    return Costs(costs, step, cluster.mesh[-1], len(trace.events) / (len(costs) + 1))
+    of_passes = sum(event.place.phase in ("forward", "backward") for event in trace.events)
+    events, of_step = (count / (len(costs) + 1) for count in (of_passes, len(trace.events) - of_passes))
+    return Costs(costs, step, cluster.mesh[-1], events, of_step)
 
 
 def memory_of(trace: Trace) -> Mapping[str, Mapping[str, float]]:

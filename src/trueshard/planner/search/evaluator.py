@@ -62,6 +62,7 @@ class Simulations:
         self._costs: dict[tuple[Task, str], Costs] = {}
         """Costs by probe, and by device and mode in words."""
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
+        self._expected: list[Callable[[], object]] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Simulations]:
@@ -76,6 +77,17 @@ class Simulations:
         """Task that starts when it is first asked for: after the first simulations, or for its result."""
         return self.workers.start("check")
 
+    def expect(self, start: Callable[[], object]) -> None:
+        """Let ``start`` hand out what will probably be asked next, when processes would have nothing else to do."""
+        if self.workers.count:
+            self._expected.append(start)
+
+    def hand_out_expected(self) -> None:
+        """Hand out what is expected; called when what is asked for now was handed out. What is refused comes later."""
+        for start in [self._expected.pop(0) for _ in list(self._expected)]:
+            with contextlib.suppress(ValueError):
+                start()
+
     def resolve(self, options: Options, mesh: tuple[int, ...]) -> Plan:
         """Return what options mean on a mesh, with its units: found out once, whatever the devices."""
         key = repr((options, mesh))
@@ -83,9 +95,9 @@ class Simulations:
             self._resolved[key] = self.simulator.resolve(options, mesh)
         return self._resolved[key]
 
-    def probe(self, short: Short) -> Task:
-        """Start a step of a short model, whose trace tells what units cost."""
-        return self.workers.start("probe", _sendable(short))
+    def probe(self, short: Short, *, steps: bool) -> Task:
+        """Start a step of a short model, whose trace tells what units cost; ``steps``: and what optimizers do."""
+        return self.workers.start("probe", _sendable(short), steps)
 
     def costs(self, probe: Task, cluster: Cluster, mode: Mode) -> Costs:
         """Return what the units of a probe cost: measured once for a device, however many of them there are."""
@@ -97,15 +109,16 @@ class Simulations:
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
         made = [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
         _ = self.check  # while this process works with the traces
+        self.hand_out_expected()
         return made
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))
 
-    def _probe(self, short: Short) -> Trace:
+    def _probe(self, short: Short, steps: bool) -> Trace:
         short = self._with_workload(short)
         try:
-            return self.simulator.probe(short)
+            return self.simulator.probe(short, steps=steps)
         except Exception:  # an optimizer may not like gradients that are not of a backward
             return self.simulator.run(short).steady
 
@@ -308,7 +321,9 @@ class Evaluator:
             runs = self.simulations.simulator.repeats.runs(plan)
             for size in dict.fromkeys((sizes[0], sizes[-1])):
                 job = Job(self.space.workload, cluster.mesh, microbatch=size, on_cpu=not cluster.hardware.streams)
-                self._probes[size, recompute] = self.simulations.probe(Short(job, plan, runs, [PROBED] * len(runs)))
+                short = Short(job, plan, runs, [PROBED] * len(runs))
+                # Clipping and optimizers do the same in each: the first probe alone measures them.
+                self._probes[size, recompute] = self.simulations.probe(short, steps=not self._probes)
 
     def _costs(self, microbatch: int, recompute: Recompute) -> Costs:
         """Return what units cost, on a straight line between the two microbatches that were measured."""
@@ -319,7 +334,8 @@ class Evaluator:
         few, many = (self.simulations.costs(probe, self._probed, self._mode) for probe in probes)
         share = (microbatch - sizes[0]) / max(1, sizes[-1] - sizes[0])
         costs: Costs = few.at(many, share) if share else few
-        return costs
+        stepped = self.simulations.costs(next(iter(self._probes.values())), self._probed, self._mode)
+        return dataclasses.replace(costs, step=stepped.step, step_events=stepped.step_events)
 
     def _parts(self, replicate: int, split: bool, measured_units: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:
         """Return the position of each unit, in the order of forwards, and the measured units of which it consists.
@@ -406,7 +422,7 @@ class Evaluator:
 
     def effort(self, candidate: Candidate) -> float:
         """Return the work of a study: about how many events are simulated, and of those extended a part."""
-        events = max(self.costs(candidate.setting.microbatch, word).events for _, word, _ in candidate.values)
+        events = max(self.costs(candidate.setting.microbatch, word).all_events for _, word, _ in candidate.values)
         kept, runs = self._simulated_units(candidate)
         blocks = 0 if (kept, runs) in self._simulated else len(kept) * (1 + runs)
         passes = 2 * min(candidate.setting.accumulation, MICROBATCHES)

@@ -127,7 +127,10 @@ def _value_as_text(tensor: torch.Tensor, spec: str) -> str:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collect garbage now and not inside, where it would free cycles at arbitrary times."""
-    gc.collect()
+    """Collect garbage now and not inside, where it would free cycles at arbitrary times.
+
+    What has survived two collections is left alone: it is much, and what a simulation leaves behind is younger.
+    """
+    gc.collect(1)
     with garbage_collection_paused():
         yield

@@ -43,6 +43,12 @@ def short_name(func: Any) -> str:
     return name.partition("::")[2]
 
 
+@functools.cache
+def packet_name(func: Any) -> str:
+    """Return the operator's name without overload, for example ``"aten.mul_"``."""
+    return str(_torch.packet_of(func))
+
+
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return every tensor among an operator's arguments or results, which nest lists and tuples, nothing else."""
     tensors: list[torch.Tensor] = []
@@ -97,7 +103,7 @@ def run_operator(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on fake tensors."""
     if short_name(func) == "wait_tensor":  # of fake tensors it returns new memory, of real ones what it is given
         return args[0]
-    return _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+    return _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else _torch.run_fake(func, args, kwargs)
 
 
 def _grouped_mm(

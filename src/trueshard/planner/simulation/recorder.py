@@ -218,7 +218,7 @@ class Recorder(_torch.SimulationMode):
         if len(results) > 1 and _torch.schema_of(func).name.startswith("aten::_foreach") and index < len(args[0]):
             source = self.allocation_of(args[0][index])
             self.unit = unit if source is None else source.unit
-        self._track(results[index], str(_torch.packet_of(func)))
+        self._track(results[index], operator_facts.packet_name(func))
         self.unit = unit
 
     def _set_unit_by_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -247,7 +247,7 @@ class Recorder(_torch.SimulationMode):
         first = next((tensor for tensor in (*inputs, *results) if tensor.is_floating_point()), None)
         made = Kernel(
             self.place,
-            str(_torch.packet_of(func)),
+            operator_facts.packet_name(func),
             operator_facts.flops_of(func, args, kwargs, results),
             read,
             nbytes(results) if results else read // 2,

@@ -95,7 +95,9 @@ class LoopWatch:
 
     def count(self, what: Any) -> None:
         """Count an operator, or the call of a module."""
-        running = self._running[-1] if self._running else _Running(nn.Identity())
+        if not self._running:
+            return
+        running = self._running[-1]
         running.operators += 1
         if running.operators <= MANY:  # it is not worth the time to look where
             return

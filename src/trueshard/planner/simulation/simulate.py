@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -285,10 +285,13 @@ class Simulator:
             first, steady, *score = _run(short.job, mesh, model, plan)
         return Simulation(short.plan, first, steady, score[0] if score else None, warnings=sorted(messages))
 
-    def probe(self, short: Short) -> Trace:
-        """Run one step alone of a short model, whose optimizers have stepped before: less than half of ``run``."""
+    def probe(self, short: Short, *, steps: bool = True) -> Trace:
+        """Run one step alone of a short model, whose optimizers have stepped before: less than half of ``run``.
+
+        ``steps``: with clipping and the optimizers' step, else forward and backward alone.
+        """
         with self._prepared(short) as (mesh, model, plan, _):
-            return _run(short.job, mesh, model, plan, probe=True)[0]
+            return _run(short.job, mesh, model, plan, probe="step" if steps else "passes")[0]
 
     @contextlib.contextmanager
     def _prepared(self, short: Short) -> Iterator[tuple[DeviceMesh, nn.Module, Plan, set[str]]]:
@@ -319,8 +322,10 @@ def simulated_mesh(job: Job, device_type: str) -> Iterator[DeviceMesh]:
         yield distributed.simulated_mesh(device_type, sizes, (job.plan or job.choices).experts)
 
 
-def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: bool = False) -> list[Trace]:
-    """Return the traces of the first and the second step, and of the score if there is one; ``probe``: of one step."""
+def _run(
+    job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: Literal["step", "passes"] | None = None
+) -> list[Trace]:
+    """Return the traces of the first and the second step, and of the score if there is one; ``probe``: as ``probe``."""
     workload = job.workload
     recorder = (job.recorder or Recorder)()
     recorder.values.imbalance = job.imbalance
@@ -328,7 +333,9 @@ def _run(job: Job, mesh: DeviceMesh, model: nn.Module, plan: Plan, *, probe: boo
         optimizers = list(workload.optimizers(model))
         # A compiled kernel would want memory: blocks run eagerly, and ``_as_planned`` rewrites the trace.
         resolved = engine.shard(model, optimizers, dataclasses.replace(plan, compile=False), mesh)
-        if probe:
+        if probe == "passes":
+            workload, optimizers = dataclasses.replace(workload, clip=None), []
+        elif probe == "step":
             _make_optimizer_state(model, optimizers)
     recorder.axes = engine.sharded(model).axes.groups
     recorder.apart = {unit.name for unit in resolved.units if set(unit.modules) & set(resolved.modules_apart)}

@@ -42,7 +42,12 @@ def with_model(config: Config, **changes: Any) -> Config:
 
 
 def architecture(config: Config, vocab_size: int, image_token: int | None = None) -> Any:
-    """Return the transformers configuration of the model.
+    """Return the transformers configuration of the model; raises as ``checked``."""
+    return checked(config, vocab_size, image_token)[0]
+
+
+def checked(config: Config, vocab_size: int, image_token: int | None = None) -> tuple[Any, nn.Module]:
+    """Return the transformers configuration of the model, and the model as ``empty`` makes it.
 
     Raises `UserError` if there is none, transformers does not know it or refuses its fields, it is of another family
     than the data need, its vocabulary is smaller than ``vocab_size``, or what is to be frozen, quantised or adapted
@@ -71,7 +76,7 @@ def architecture(config: Config, vocab_size: int, image_token: int | None = None
     if config.tokenizer.add_tokens and section.build is None:
         vocabulary.check_trained(model)
     kernels.attend(model, section.attention, here=False)
-    return settings
+    return settings, model
 
 
 def build(config: Config, settings: Any) -> nn.Module:

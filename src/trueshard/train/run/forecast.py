@@ -30,7 +30,6 @@ from trueshard.planner import hardware as catalogue
 from trueshard.planner import ledger, process
 from trueshard.planner.choose_plan import BF16, LENGTH
 from trueshard.planner.hardware import Hardware
-from trueshard.planner.imbalance import with_imbalances
 from trueshard.planner.inputs import workloads
 from trueshard.planner.inputs.batches import hub_feed, model_loss
 from trueshard.planner.inputs.factories import Configuration
@@ -46,7 +45,7 @@ from trueshard.train.data.formats import FORMATS
 from trueshard.train.losses import loss_of
 from trueshard.train.models import kernels, vocabulary
 from trueshard.train.models.adapters import add_adapter
-from trueshard.train.models.build import architecture, empty, quantise, quiet_transformers
+from trueshard.train.models.build import checked, empty, quantise, quiet_transformers
 from trueshard.train.models.config import AdapterSection
 from trueshard.train.optimizer import build_optimizer
 from trueshard.train.parse import to_toml
@@ -71,16 +70,19 @@ def study(
     *,
     in_place: bool = False,
     workers: int | None = 0,
+    made: nn.Module | None = None,
 ) -> Study | Unplanned:
     """Return the planner's study of a step of the run; ``in_place``: in this process, which does nothing else.
 
-    ``workers``: as of ``choose_plan.solve``, in place.
+    ``workers``: as of ``choose_plan.solve``, in place; ``made``: the run's model as ``empty`` makes it, to be used up.
     ``device``: an entry of the planner's catalogue, or a device of this machine. `Unplanned` if the planner does not
     know it or cannot simulate the step, or nothing fits where a choice was left to it.
     """
 
+    ready = [] if made is None else [made]
+
     def model() -> nn.Module:
-        return empty(config, settings)
+        return ready.pop() if ready else empty(config, settings)
 
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:  # for preferences it stands for that of pairs
         return loss_sum(model, batch) / batch["targets"].numel()
@@ -120,9 +122,8 @@ def study(
             snapshots=(SLOTS * (1 + train.memory_copies) if train.memory_every else 0, train.memory_every),
             **vars(config.shard.options()),
         )
-        solving = "trueshard.planner.choose_plan:solve"
-        result: Study = process.call(solving, request, in_place=in_place, workers=workers)
-        result = with_imbalances(request, result, lambda line: None, workers=workers) if in_place else result
+        solving = "imbalance:solve_with_imbalances" if in_place else "choose_plan:solve"
+        result: Study = process.call(f"trueshard.planner.{solving}", request, in_place=in_place, workers=workers)
         if rl is None:
             phases = (*_training_phases(config, result, hardware), *_verifying(config, settings, result, hardware))
         else:
@@ -376,12 +377,16 @@ def plan(config: Config, hardware: str, ranks: int, ranks_per_node: int | None =
         bare = section.model_copy(update={"path": None, "config": str(section.place()), "revision": None})
         config = config.model_copy(update={"model": bare})
     has_files = section.path is not None or section.config is not None
-    settings = architecture(config, config.tokenizer.vocab_size or 0) if has_files else check_settings(config, ranks)
+    made: nn.Module | None = None
+    if has_files:
+        settings, made = checked(config, config.tokenizer.vocab_size or 0)
+    else:
+        settings = check_settings(config, ranks)
     if has_files and config.tokenizer.add_tokens:  # at most: which are new, the tokenizer knows
         rows = settings.get_text_config().vocab_size + len(config.tokenizer.add_tokens)
-        settings = vocabulary.with_rows(settings, rows)
+        settings, made = vocabulary.with_rows(settings, rows), None
     node = min(ranks, ranks_per_node or named.ranks_per_node)
-    result = study(config, settings, ranks, named, node, in_place=True, workers=None)
+    result = study(config, settings, ranks, named, node, in_place=True, workers=None, made=made)
     if isinstance(result, Unplanned):
         name = config.model.config or section.architecture or section.build
         raise UserError(f"{name}: the planner cannot simulate it: {result}")

@@ -1,0 +1,239 @@
+"""Fake tensors for many operators: a result is made again from what is remembered of one of like arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import (
+    _DISPATCH_HANDLE_DIRECTLY,
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trueshard._torch.tensors import storage_identity
+
+#: What sees every operator that runs inside it; it has no public name.
+DispatchMode = TorchDispatchMode
+
+
+class SimulationMode(TorchDispatchMode):
+    """A dispatch mode for many operators: nothing wraps its ``__torch_dispatch__`` to keep ``torch.compile`` out."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _FakeTensorMode(SimulationMode, FakeTensorMode):
+    """``FakeTensorMode`` without what it does around each operator for ``torch.compile``: wrappers, logs, counters.
+
+    It remembers results by their operator's arguments, as torch's mode does, which takes most of an operator's time to
+    tell arguments apart, and to make the tensors of a result. Of plain tensors with whole numbers for sizes less does
+    the same, and more operators can be remembered: results that are several, views that torch calls unsafe, FSDP2's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.results: dict[Any, _Make | None] = {}
+        """Arguments, as ``key`` tells them apart → function that makes the result; None: it may not be remembered."""
+        self._attributes: dict[torch.device, Mapping[str, Any]] = {}
+        """Attributes of a new fake tensor of a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ANSWERED:
+            return self.dispatch(func, types, args, kwargs)
+        key = self.key(func, args, kwargs)
+        if key is None:
+            return self._dispatch_impl(func, types, args, kwargs)
+        if (make := self.results.get(key)) is not None:
+            return make(args)
+        result = self._dispatch_impl(func, types, args, kwargs)
+        if key not in self.results:
+            self.results[key] = self._making(args, kwargs, result) if _may_be_remembered(func, args) else None
+        return result
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """Return what tells a call's result from others'; None if there is an argument that is not plain."""
+        parts = [func._op, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
+        is_plain = self._told_apart(parts, args) and (not kwargs or self._told_apart(parts, kwargs))
+        return tuple(parts) if is_plain else None
+
+    def _told_apart(self, parts: list[Any], args: Any) -> bool:
+        """Append what tells ``args`` from others; False if there is one among them that is not plain."""
+        parts += (type(args), len(args))
+        if isinstance(args, dict):
+            parts += args
+            args = args.values()
+        for argument in args:
+            kind = type(argument)
+            if kind is FakeTensor:
+                if argument.fake_mode is not self or argument.constant is not None:
+                    return False
+                # The dispatch keys tell layout, conjugation, negation, quantisation and inference.
+                parts += (
+                    argument.dtype,
+                    argument.shape,
+                    argument.stride(),
+                    argument.storage_offset(),
+                    argument.untyped_storage().nbytes(),
+                    argument.fake_device,
+                    torch._C._dispatch_keys(argument).raw_repr(),
+                )
+            elif kind in _PLAIN:
+                parts += (kind, argument)
+            elif kind not in (list, tuple) or not self._told_apart(parts, argument):
+                return False
+        return True
+
+    def _making(self, args: Any, kwargs: Any, result: Any) -> _Make | None:
+        """Return what makes ``result`` again from like arguments; None if it cannot be made of what is known of it."""
+        if result is None:
+            return _nothing
+        if type(result) not in (list, tuple):
+            return self._making_tensor(args, kwargs, result)
+        makes = [self._making_tensor(args, kwargs, tensor) for tensor in result]
+        new = [storage_identity(tensor) for tensor, make in zip(result, makes, strict=True) if type(make) is _New]
+        if None in makes or len(new) > len(set(new)):
+            return None
+        kind: Any = type(result)  # not the result itself, whose tensors would never be freed
+        return lambda args: kind(make(args) for make in makes if make is not None)
+
+    def _making_tensor(self, args: Any, kwargs: Any, tensor: Any) -> _Make | None:
+        if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad:
+            return None
+        for position, argument in enumerate(args):
+            if argument is tensor:
+                return operator.itemgetter(position)
+        number = storage_identity(tensor)
+        holds = [type(value) is FakeTensor and storage_identity(value) == number for value in args]
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+        if any(storage_identity(t) == number for t in _tensors_in((*others, *kwargs.values()))):
+            return None
+        make: _Make = _New(self, tensor)
+        if any(holds):
+            make = _View(self, tensor, holds.index(True))
+        elif tensor.storage_offset():
+            return None
+        made = make(args)
+        return make if _facts(made) == _facts(tensor) else None
+
+    def faked(self, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return ``FakeTensor(self, tensor, device)`` of a meta tensor, with the attributes of the first one."""
+        if (attributes := self._attributes.get(device)) is None:
+            first = FakeTensor(self, tensor, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        made: Any = torch.Tensor._make_subclass(
+            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return cast(FakeTensor, made)
+
+
+_Make = Callable[[Any], Any]
+"""(arguments) → result."""
+
+
+class _New:
+    """Makes a tensor like one with memory of its own."""
+
+    def __init__(self, mode: _FakeTensorMode, like: FakeTensor) -> None:
+        self.mode, self.device, self.dtype = mode, like.fake_device, like.dtype
+        self.shape, self.stride = like.shape, like.stride()
+
+    def __call__(self, args: Any) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return self.mode.faked(made, self.device)
+
+
+class _View:
+    """Makes a tensor like one in the memory of an argument."""
+
+    def __init__(self, mode: _FakeTensorMode, like: FakeTensor, position: int) -> None:
+        self.mode, self.device, self.dtype = mode, like.fake_device, like.dtype
+        self.position, self.layout = position, (like.storage_offset(), like.shape, like.stride())
+
+    def __call__(self, args: Any) -> FakeTensor:
+        memory = args[self.position].untyped_storage()
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty(0, dtype=self.dtype, device="meta")
+            made.set_(memory, *self.layout)
+        return self.mode.faked(made, self.device)
+
+
+def _nothing(args: Any) -> None:
+    """Return the result of an operator that has none."""
+
+
+def _tensors_in(values: Any) -> list[FakeTensor]:
+    tensors: list[FakeTensor] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            tensors += _tensors_in(value)
+        elif type(value) is FakeTensor:
+            tensors.append(value)
+    return tensors
+
+
+def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.fake_device,
+        torch._C._dispatch_keys(tensor).raw_repr(),
+    )
+
+
+def _may_be_remembered(func: Any, args: Any) -> bool:
+    """True if an operator's result depends on nothing but what ``key`` knows of its arguments, which keep their shapes.
+
+    Operators of users are not known to be so.
+    """
+    if func.namespace not in _KNOWN or torch.Tag.inplace_view in func.tags:
+        return False
+    if func is torch.ops.aten.index.Tensor:
+        return not any(index is not None and index.dtype in (torch.bool, torch.uint8, torch.int8) for index in args[1])
+    return torch.Tag.data_dependent_output not in func.tags and torch.Tag.dynamic_output_shape not in func.tags
+
+
+_KNOWN = ("aten", "prims", "fsdp", "_c10d_functional")
+"""Namespaces of operators whose results may be remembered."""
+_ANSWERED = {*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY}
+"""Questions about a tensor, which are no operators."""
+_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, make tensors with a shape, a dtype, a device and a storage of their size, and no memory.
+
+    ``FakeTensorMode`` is what ``torch.compile`` traces with; it has no public name.
+    """
+    return _FakeTensorMode()
+
+
+def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator for the dispatch mode that sees it, on fake tensors.
+
+    A result that is remembered needs no dispatcher, which takes as long as making it.
+    """
+    mode = torch._C._get_dispatch_mode(_FAKE)
+    if type(mode) is _FakeTensorMode and torch._C._len_torch_dispatch_stack() == 1:  # no other mode is to see it
+        key = mode.key(func, args, kwargs)
+        if key is not None and (make := mode.results.get(key)) is not None:
+            return make(args)
+    return func(*args, **kwargs)
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
