@@ -15,7 +15,7 @@ from test_planner_exact import differences, simulated
 from test_planner_page import data_of
 from trueshard.planner import ledger
 from trueshard.planner.choose_plan import solve
-from trueshard.planner.imbalance import NEAR, with_imbalances
+from trueshard.planner.imbalance import NEAR, solve_with_imbalances, with_imbalances
 from trueshard.planner.planning import Request
 from trueshard.planner.report.page import page
 from trueshard.planner.report.summary import WIDTH, as_json
@@ -74,11 +74,15 @@ def one_of_four() -> Any:
     return _experts(routed=True, choices=1)
 
 
-def curve(memory: int | None = None, **words: Any) -> Study:
-    request = Request(
+def requested(memory: int | None = None) -> Request:
+    return Request(
         model=one_of_four, ranks=4, experts=4, batch=text, sequence=512, microbatch=8, memory=memory, loss=own_loss,
         reshard_after_forward="default", activation_checkpointing="none",
     )  # fmt: skip
+
+
+def curve(memory: int | None = None, **words: Any) -> Study:
+    request = requested(memory)
     return with_imbalances(request, solve(request), bool, **words)
 
 
@@ -106,6 +110,7 @@ def test_the_curve_ends_where_all_tokens_go_to_one_rank_and_says_up_to_where_it_
     assert work == sorted(set(work))
     assert f"4 times the mean, the plan reserves {size(every[-1].peak_reserved_bytes)} and fits." in study.reasons[-1]
     assert [row["imbalance"] for row in as_json(study)["imbalances"]] == [1, 1.5, 2, 4]
+    assert solve_with_imbalances(requested()).imbalances == study.imbalances  # in the search's own processes
 
 
 @pytest.mark.rest

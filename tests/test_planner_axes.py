@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from resting import all_but
 from test_planner_exact import differences, simulated
 from test_planner_extend import assert_equal, job
 from trueshard.options import Options
-from trueshard.planner import ledger
+from trueshard.planner import ledger, process
+from trueshard.planner.choose_plan import solve
+from trueshard.planner.planning import Request
 from trueshard.planner.simulation.fake_values import EQUAL_SHARES
 from trueshard.planner.simulation.repeats import FEWEST
 from trueshard.planner.simulation.simulate import simulate
@@ -211,6 +214,16 @@ def test_axes_are_chosen_where_nothing_else_fits_and_not_where_they_cost_more() 
     found = planned(short, axes=True, **small)
     assert found.tensor * found.context > 1
     assert found.forecast.fits
+
+
+@pytest.mark.rest
+def test_a_search_of_axes_in_two_processes_begins_the_next_probes_early_and_finds_the_same() -> None:
+    request = Request(model=wide, ranks=4, batch=(1, 2048), microbatch=1, axes=True, offload="none", optimizer="adamw")
+    alone = solve(request)
+    beside = process.call("trueshard.planner.choose_plan:solve", request)
+    assert beside.plan == alone.plan
+    assert beside.reasons == alone.reasons
+    assert re.search("tensor 2.*context 2", alone.reasons[0])
 
 
 def test_a_plan_that_is_given_has_its_axes() -> None:

@@ -936,6 +936,20 @@ def test_an_operator_that_was_seen_before_is_run_without_the_dispatcher_alike() 
         assert not any(reference() for reference in freed)
 
 
+def test_collectives_of_simulated_ranks_return_their_tensors_again() -> None:
+    with _torch.simulated_world(0, 8), _torch.fake_tensors(), _Runs():
+        part, whole = torch.ones(8), torch.ones(64)
+        for _ in range(2):
+            for work in (
+                dist.all_gather_into_tensor(whole, part, async_op=True),
+                dist.reduce_scatter_tensor(part, whole, async_op=True),
+                dist.all_reduce(part, async_op=True),
+                dist.all_to_all_single(whole, whole.clone(), async_op=True),
+            ):
+                assert work is not None
+                work.wait()
+
+
 def test_an_operator_is_not_remembered_where_a_value_or_another_mode_matters() -> None:
     with _torch.fake_tensors(), Watching() as watching, _Runs():
         torch.ones(3).exp()

@@ -42,6 +42,8 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.results: dict[Any, _Make | None] = {}
         """Arguments, as ``key`` tells them apart → function that makes the result; None: it may not be remembered."""
+        self._works: dict[Any, tuple[Any, bool]] = {}
+        """Collective → the work that it returned, and whether its first argument comes with it."""
         self._attributes: dict[torch.device, Mapping[str, Any]] = {}
         """Attributes of a new fake tensor of a device."""
 
@@ -64,6 +66,17 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
         parts = [func._op, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
         is_plain = self._told_apart(parts, args) and (not kwargs or self._told_apart(parts, kwargs))
         return tuple(parts) if is_plain else None
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a collective of simulated ranks returns: its first argument, and a work that has ended."""
+        if func not in self._works:
+            result = func(*args, **kwargs)
+            work = result[-1] if type(result) is tuple else result
+            if type(work) is torch.ScriptObject and (work is result or _is_like(result[0], args[0])):
+                self._works[func] = work, work is not result
+            return result
+        work, has_tensors = self._works[func]
+        return (args[0], work) if has_tensors else work
 
     def _told_apart(self, parts: list[Any], args: Any) -> bool:
         """Append what tells ``args`` from others; False if there is one among them that is not plain."""
@@ -170,6 +183,13 @@ class _View:
         return self.mode.faked(made, self.device)
 
 
+def _is_like(one: Any, other: Any) -> bool:
+    """True if both are the same tensor, or nested lists of the same tensors."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_like, one, other))
+    return one is other
+
+
 def _nothing(args: Any) -> None:
     """Return the result of an operator that has none."""
 
@@ -230,6 +250,8 @@ def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
     """
     mode = torch._C._get_dispatch_mode(_FAKE)
     if type(mode) is _FakeTensorMode and torch._C._len_torch_dispatch_stack() == 1:  # no other mode is to see it
+        if func.namespace == "c10d":
+            return mode.collective(func, args, kwargs)
         key = mode.key(func, args, kwargs)
         if key is not None and (make := mode.results.get(key)) is not None:
             return make(args)

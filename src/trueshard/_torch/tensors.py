@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -130,9 +131,13 @@ def shards_over(flat: torch.Tensor, like: Sequence[DTensor]) -> list[DTensor]:
     """
     locals_of = [tensor._local_tensor for tensor in like]
     parts = zip(flat.split(list(map(torch.Tensor.numel, locals_of))), locals_of, like, strict=True)
-    if not HAS_SPECS or type(flat) is not torch.Tensor or flat.dtype != locals_of[0].dtype or flat.is_meta:
+    is_known = HAS_SPECS and type(flat) in (torch.Tensor, FakeTensor)
+    if not is_known or flat.dtype != locals_of[0].dtype or flat.is_meta:
         return [dtensor_over(part.view(local.shape), p, p.shape, p.stride()) for part, local, p in parts]
-    shards = ((_in_own_storage(part, local.shape, local.stride()), p) for part, local, p in parts)
+    if type(flat) is torch.Tensor:
+        shards = ((_in_own_storage(part, local.shape, local.stride()), p) for part, local, p in parts)
+    else:  # fake: a storage of its own would be taken for memory
+        shards = ((part.view(local.shape), p) for part, local, p in parts)
     return [DTensor.__new__(DTensor, shard, p._spec, requires_grad=False) for shard, p in shards]
 
 

@@ -31,7 +31,7 @@ from trueshard.planner.inputs.architectures import architecture
 from trueshard.planner.planning import Request
 from trueshard.planner.report.summary import as_json, duration, headline, listed, verdict
 from trueshard.planner.search.evaluator import Evaluator, Simulations, cost
-from trueshard.planner.search.search import check_speed, checked, study_fastest
+from trueshard.planner.search.search import check_speed, named_faults, study_fastest, with_warnings
 from trueshard.planner.search.space import RECOMPUTE, Candidate, Setting
 from trueshard.planner.simulation.simulate import Simulator
 from trueshard.planner.workload import Study
@@ -138,9 +138,11 @@ def advise(
     request = request_of(draft, model or model_of(draft, path), options)
     with shared_simulations(request, workers) as shared:
         shared.expect(lambda: _search_of(request, request, kind, draft, progress, shared)[0].start_probes())
-        theirs = checked(shared, lambda: forecast_of(request, kind, draft, progress, shared))
         search = functools.partial(best_of, theirs=request, kind=kind, draft=draft, progress=progress, shared=shared)
-        best = on_best_axes(request, search, progress) if search_axes else search(request)
+        with named_faults(shared):
+            theirs = forecast_of(request, kind, draft, progress, shared)
+            best = on_best_axes(request, search, progress) if search_axes else search(request)
+        theirs = with_warnings(shared, theirs)
     if theirs.forecast.fits and cost(theirs.forecast) <= cost(best.forecast):
         best = theirs
     changes = tuple(changes_of(kind, draft, theirs, best))

@@ -107,10 +107,11 @@ class Simulations:
         return self._costs[key]
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
-        made = [task() for task in [self.workers.start("run", _sendable(short)) for short in shorts]]
-        _ = self.check  # while this process works with the traces
-        self.hand_out_expected()
-        return made
+        tasks = [self.workers.start("run", _sendable(short)) for short in shorts]
+        if self.workers.count:  # behind them, for the process that ends first, and while this one works with the traces
+            self.hand_out_expected()
+            _ = self.check
+        return [task() for task in tasks]
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from trueshard.options import Offload
 from trueshard.planner.search import explain
@@ -72,15 +72,24 @@ def choose(
 
 
 def checked(simulations: Simulations, make: Callable[[], Study]) -> Study:
-    """Return a study with the assumptions that the check of ``simulations`` returns, which runs beside it.
-
-    An error of the check is raised in the place of one of the study: it names what is wrong with the user's model.
-    """
-    try:
+    """Return a study with the assumptions that the check of ``simulations`` returns, which runs beside it."""
+    with named_faults(simulations):
         study = make()
+    return with_warnings(simulations, study)
+
+
+@contextlib.contextmanager
+def named_faults(simulations: Simulations) -> Iterator[None]:
+    """Raise an error of the check in the place of one raised inside: it names what is wrong with the user's model."""
+    try:
+        yield
     except Exception:
         simulations.check()
         raise
+
+
+def with_warnings(simulations: Simulations, study: Study) -> Study:
+    """Return a study with the assumptions that the check of ``simulations`` returns; raises its error."""
     return dataclasses.replace(study, assumptions=(*study.assumptions, *simulations.check()))
 
 

@@ -20,13 +20,13 @@ import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trueshard.planner import ledger
 from trueshard.planner.simulation.repeats import Run
-from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, HostCopy, Kernel, Trace
+from trueshard.planner.trace import Allocation, Communication, Event, EventPlace, Free, HostCopy, Kernel, Phase, Trace
 
 KEPT = 6
 """Blocks of a run that are simulated."""
@@ -37,10 +37,11 @@ COPIED = 2
 _COPY = 1 << 40
 """Added to a storage's number for each copy of its block."""
 
-_VALUES = {
-    cls: operator.attrgetter(*(field.name for field in dataclasses.fields(cls)))
+_FIELDS = {
+    cls: [field.name for field in dataclasses.fields(cls)]
     for cls in (Allocation, Free, Kernel, Communication, HostCopy)
 }
+_VALUES = {cls: operator.attrgetter(*fields) for cls, fields in _FIELDS.items()}
 """Fields of an event: to make another from them is several times as fast as ``copy.copy``."""
 
 Label = tuple[int, int] | None
@@ -175,13 +176,17 @@ _TRAITS = ("op", "stream", "ranks", "stride", "axis", "kind", "dtype", "causal",
 """Fields that are the same for any number of blocks, as is the phase."""
 
 
+_TRAITS_OF = {cls: [name for name in _TRAITS if name in fields] for cls, fields in _FIELDS.items()}
+_AMOUNTS_OF = {cls: [name for name in _AMOUNTS if name in fields] for cls, fields in _FIELDS.items()}
+
+
 def _kind(event: Event) -> tuple[Any, ...]:
-    traits = (getattr(event, name) for name in _TRAITS if hasattr(event, name))
+    traits = (getattr(event, name) for name in _TRAITS_OF[type(event)])
     return (type(event).__name__.lower(), event.place.phase, *traits)
 
 
 def _amounts(event: Event) -> dict[str, int]:
-    return {name: getattr(event, name) for name in _AMOUNTS if hasattr(event, name)}
+    return {name: getattr(event, name) for name in _AMOUNTS_OF[type(event)]}
 
 
 def _block_trace(base: Labelled, label: Label) -> list[tuple[Any, ...]]:
@@ -236,6 +241,17 @@ def _growth(base: Labelled, less: Labelled, r: int) -> dict[tuple[int, str], int
     return growth
 
 
+class _Part(NamedTuple):
+    """An old item, with what is the same for all that are made of it."""
+
+    item: Any
+    cls: Any
+    values: tuple[Any, ...]
+    place: tuple[Phase, str, Label]
+    """Phase, old unit, and the block with which the unit changes."""
+    growth: Mapping[str, int] | None
+
+
 class _Extension:
     """Builds the whole model's trace.
 
@@ -266,9 +282,9 @@ class _Extension:
         groups = itertools.groupby(range(len(base.items)), lambda index: (index < base.residents, base.labels[index]))
         for (is_resident, label), group in groups:
             indices = list(group)
+            parts = [self._part(index, label) for index in indices]
             for new in self._new_labels(label, indices[0]):
-                for index in indices:
-                    self._add(index, label, new)
+                self._add(parts, label, new)
             if is_resident:
                 self.residents = len(self.items)
         return Trace(self.items[self.residents :], self.items[: self.residents])
@@ -289,28 +305,41 @@ class _Extension:
             return range(COPIED, COPIED + more + 1)
         return [block if block < COPIED else block + more]
 
-    def _add(self, index: int, old: Label, new: Label) -> None:
+    def _part(self, index: int, old: Label) -> _Part:
         item: Any = self.base.items[index]
-        made: Any = type(item)(*_VALUES[type(item)](item))
         at_last = isinstance(item, Free) and _is_freed_at_last(item, self.label_of(item.place.unit), old)
-        made.place = self.place(item.place.phase, item.place.unit, *((None, None) if at_last else (old, new)))
-        if isinstance(item, Free):
-            made_at = self._indices([self.base.made[item.storage]], old, new)[0]
-            made.storage = self.items[made_at].storage
-        elif not isinstance(item, Kernel):
-            made.unit = self.name(item.unit, old, new)
-        if isinstance(item, Allocation):
-            made.what = self.name(item.what, old, new)
-            if old is not None and new is not None and old[1] == COPIED:
-                made.storage += _COPY * (new[1] - COPIED)
-        elif isinstance(item, (Kernel, Communication)) and item.after:
-            made.after = self._positions(item.after, old, new)
-        for name, more in self.growth.get(index, {}).items():
-            setattr(made, name, max(0, getattr(item, name) + more))
-            if isinstance(item, Allocation):
-                made.shape = ()  # it is unknown which dimension grows
-        self.indices[new][isinstance(item, Allocation)].append(len(self.items))
-        self.items.append(made)
+        place = item.place.phase, item.place.unit, None if at_last else old
+        return _Part(item, type(item), _VALUES[type(item)](item), place, self.growth.get(index))
+
+    def _add(self, parts: Sequence[_Part], old: Label, new: Label) -> None:
+        """Add the items of a block, or of what is outside of all, for a new one: the innermost loop of a study."""
+        items, (others, allocations) = self.items, self.indices[new]
+        copied = old is not None and new is not None and old[1] == COPIED
+        shift = _COPY * (new[1] - COPIED) if copied and new is not None else 0
+        places: dict[tuple[Phase, str, Label], EventPlace] = {}
+        for part in parts:
+            item, cls = part.item, part.cls
+            made: Any = cls(*part.values)
+            if (place := places.get(part.place)) is None:
+                phase, unit, label = part.place
+                place = places[part.place] = self.place(phase, unit, label, None if label is None else new)
+            made.place = place
+            if cls is Free:
+                made_at = self._indices([self.base.made[item.storage]], old, new)[0]
+                made.storage = items[made_at].storage
+            elif cls is not Kernel:
+                made.unit = self.name(item.unit, old, new)
+            if cls is Allocation:
+                made.what = self.name(item.what, old, new)
+                made.storage += shift
+            elif (cls is Kernel or cls is Communication) and item.after:
+                made.after = self._positions(item.after, old, new)
+            for name, more in (part.growth or {}).items():
+                setattr(made, name, max(0, getattr(item, name) + more))
+                if cls is Allocation:
+                    made.shape = ()  # it is unknown which dimension grows
+            (allocations if cls is Allocation else others).append(len(items))
+            items.append(made)
 
     def _positions(self, after: Sequence[int], old: Label, new: Label) -> tuple[int, ...]:
         indices = self._indices([self.base.residents + position for position in after], old, new)
