@@ -13,9 +13,9 @@ from parity import Ranks
 from planning import Setting, _experts, own_loss, text, traffic, train
 from test_planner_exact import differences, simulated
 from test_planner_page import data_of
-from trueshard.planner import ledger
+from trueshard.planner import ledger, process
 from trueshard.planner.choose_plan import solve
-from trueshard.planner.imbalance import NEAR, solve_with_imbalances, with_imbalances
+from trueshard.planner.imbalance import NEAR, with_imbalances
 from trueshard.planner.planning import Request
 from trueshard.planner.report.page import page
 from trueshard.planner.report.summary import WIDTH, as_json
@@ -110,7 +110,10 @@ def test_the_curve_ends_where_all_tokens_go_to_one_rank_and_says_up_to_where_it_
     assert work == sorted(set(work))
     assert f"4 times the mean, the plan reserves {size(every[-1].peak_reserved_bytes)} and fits." in study.reasons[-1]
     assert [row["imbalance"] for row in as_json(study)["imbalances"]] == [1, 1.5, 2, 4]
-    assert solve_with_imbalances(requested()).imbalances == study.imbalances  # in the search's own processes
+    searched = dataclasses.replace(requested(), reshard_after_forward="auto", activation_checkpointing="auto")
+    alone = with_imbalances(searched, solve(searched), bool)
+    beside = process.call("trueshard.planner.imbalance:solve_with_imbalances", searched)  # in the search's processes
+    assert (beside.plan, beside.imbalances, beside.reasons) == (alone.plan, alone.imbalances, alone.reasons)
 
 
 @pytest.mark.rest

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 from trueshard.planner.choose_plan import Progress, shared_simulations, solve, space_of
 from trueshard.planner.planning import Request
 from trueshard.planner.search.evaluator import Simulations
 from trueshard.planner.search.search import checked
 from trueshard.planner.search.space import Setting
+from trueshard.planner.simulation.simulate import Short
 from trueshard.planner.workload import Study
 from trueshard.text import size
 
@@ -27,8 +30,18 @@ def solve_with_imbalances(
 ) -> Study:
     """Return ``choose_plan.solve``'s study with its imbalances, made in the same processes; see ``with_imbalances``."""
     with shared_simulations(request, workers) as shared:
+        shared.run_ahead = functools.partial(_at_largest, shared)
         study = checked(shared, lambda: solve(request, progress, workers=workers, shared=shared))
         return with_imbalances(request, study, progress, whole=whole, workers=workers, shared=shared)
+
+
+def _at_largest(shared: Simulations, shorts: Sequence[Short]) -> Sequence[Short]:
+    """Return the models of a search's first study, which is mostly that of the best plan, at the largest imbalance."""
+    probes = (task() for tasks, _ in shared.probes.values() for task in tasks.values())
+    largest = max((probe.largest_imbalance for probe in probes), default=1.0)
+    jobs = (dataclasses.replace(short.job, imbalance=largest) for short in shorts)
+    changed = (dataclasses.replace(short, job=job) for short, job in zip(shorts, jobs, strict=True))
+    return [short for short in changed if short.plan.experts > 1 and largest > 1]
 
 
 def with_imbalances(

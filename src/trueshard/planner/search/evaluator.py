@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,10 @@ class Simulations:
         """Costs by probe, and by device and mode in words."""
         self.workers = Workers({name: quietly()(function) for name, function in functions.items()}, workers)
         self._expected: list[Callable[[], object]] = []
+        self.run_ahead: Callable[[Sequence[Short]], Sequence[Short]] | None = None
+        """(short models of the next study) → those that will probably be asked for later; called once."""
+        self._started: dict[Hashable, Task] = {}
+        """Runs that were started and not asked for yet, by ``Short.key``."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Simulations]:
@@ -107,11 +111,22 @@ class Simulations:
         return self._costs[key]
 
     def _run_all(self, shorts: Sequence[Short]) -> list[Simulation]:
-        tasks = [self.workers.start("run", _sendable(short)) for short in shorts]
+        keys = [short.key() for short in shorts]
+        for key, short in zip(keys, shorts, strict=True):
+            self._start(key, short)
+        tasks = [self._started.pop(key) for key in keys]
         if self.workers.count:  # behind them, for the process that ends first, and while this one works with the traces
             self.hand_out_expected()
             _ = self.check
+            run_ahead, self.run_ahead = self.run_ahead, None
+            later = () if run_ahead is None else run_ahead(shorts)
+            for short in later:
+                self._start(short.key(), short)
         return [task() for task in tasks]
+
+    def _start(self, key: Hashable, short: Short) -> None:
+        if key not in self._started:
+            self._started[key] = self.workers.start("run", _sendable(short))
 
     def _run(self, short: Short) -> Simulation:
         return self.simulator.run(self._with_workload(short))

@@ -179,7 +179,7 @@ class Short:
             for unit in self.plan.units
             if is_left(unit.name)
         ]
-        fixed = dataclasses.replace(self.plan, units=(), cut_dimensions={}, padding=0)
+        fixed = dataclasses.replace(self.plan, units=(), cut_dimensions={}, padding=0, forecast=None)
         fixed = dataclasses.replace(fixed, reshard_after_forward=0, activation_checkpointing={}, resolved_for="")
         batch = job.microbatch, job.accumulation, job.workload.sequence, job.workload.score is None
         where = job.ranks, job.rank, job.on_cpu, job.recorder, job.imbalance, job.in_flight
