@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -104,26 +105,30 @@ LIMIT = 10.0
 
 def run(tell: Tell, quick: bool = False) -> Table:
     """Each question once, in a process of its own; ``quick``: a model of two blocks on 8."""
-    rows, numbers = [], []
+    rows, numbers, torch = [], [], _seconds_of_importing_torch()
     for name, arguments in list(CASES.items())[: 1 if quick else None]:
         answer = _answer(("tiny", *arguments[1:]) if quick else arguments)
-        cells = (f"{answer['first']:.1f}", f"{answer['seconds']:.1f}", f"{LIMIT:.0f}", f"{answer['cpu']:.1f}")
+        cells = (f"{answer['first']:.1f}", f"{answer['seconds']:.1f}", f"{LIMIT:.0f}")
+        cells += (f"{answer['seconds'] / torch:.1f}", f"{answer['cpu']:.1f}")
         rows.append((name, *cells, f"{answer['gib']:.2f}", answer["tokens/s"], answer["reserved"]))
-        numbers.append({"question": name, "limit": LIMIT, **answer})
+        numbers.append({"question": name, "limit": LIMIT, "torch": torch, **answer})
         tell(f"{name}: {answer['seconds']:.1f} s")
     return Table(
         name="planner",
         title="Seconds and memory of choosing a plan",
         note=(
             "`trueshard plan` on two cores, from the start of Python. `first line`: seconds until it says on stderr, "
-            "which is no terminal, what it does; memory that of the largest process. The last two columns are the "
-            "forecast. `--json` and `--html` ask for more: with experts, a study at each of several imbalances."
+            "which is no terminal, what it does; memory that of the largest process. `over torch`: over the "
+            f"{torch:.2f} s that a process takes on this machine to import torch, which it does too. The last two "
+            "columns are the forecast. `--json` and `--html` ask for more: with experts, a study at each of several "
+            "imbalances."
         ),
         columns=(
             "question",
             "first line",
             "seconds",
             "limit",
+            "over torch",
             "CPU seconds",
             "memory, GiB",
             "tokens/s a rank",
@@ -132,6 +137,16 @@ def run(tell: Tell, quick: bool = False) -> Table:
         rows=tuple(rows),
         numbers=numbers,
     )
+
+
+def _seconds_of_importing_torch() -> float:
+    """Return the median of five processes: a measure of the machine."""
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:

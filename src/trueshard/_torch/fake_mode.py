@@ -56,10 +56,22 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
             return self._dispatch_impl(func, types, args, kwargs)
         if (make := self.results.get(key)) is not None:
             return make(args)
-        result = self._dispatch_impl(func, types, args, kwargs)
+        is_view = func in _VIEWS and type(args[0]) is FakeTensor
+        result = self._viewed(func, args, kwargs) if is_view else self._dispatch_impl(func, types, args, kwargs)
         if key not in self.results:
             self.results[key] = self._making(args, kwargs, result) if _may_be_remembered(func, args) else None
         return result
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a view by its kernel for meta tensors: what torch's tables of rules ask in the end."""
+        tensor, *others = args
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            made = func(meta, *others, **kwargs)
+        if isinstance(made, torch.Tensor):
+            return self.faked(made, tensor.fake_device)
+        return [self.faked(part, tensor.fake_device) for part in made]
 
     def key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """Return what tells a call's result from others'; None if there is an argument that is not plain."""
@@ -228,6 +240,13 @@ def _may_be_remembered(func: Any, args: Any) -> bool:
     return torch.Tag.data_dependent_output not in func.tags and torch.Tag.dynamic_output_shape not in func.tags
 
 
+_ATEN = torch.ops.aten
+_VIEWS = {
+    *(_ATEN.view.default, _ATEN.as_strided.default, _ATEN.detach.default, _ATEN.expand.default, _ATEN.t.default),
+    *(_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.transpose.int, _ATEN.permute.default, _ATEN.unsqueeze.default),
+    *(_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unbind.int),
+}
+"""Views of their first argument."""
 _KNOWN = ("aten", "prims", "fsdp", "_c10d_functional")
 """Namespaces of operators whose results may be remembered."""
 _ANSWERED = {*_DISPATCH_META_HANDLERS, *_DISPATCH_HANDLE_DIRECTLY}
