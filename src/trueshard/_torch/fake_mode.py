@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trueshard._torch.tensors import storage_identity
+from trueshard._torch.tensors import storage_identity, tensors_in
 
 #: What sees every operator that runs inside it; it has no public name.
 DispatchMode = TorchDispatchMode
@@ -56,8 +56,7 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
             return self._dispatch_impl(func, types, args, kwargs)
         if (make := self.results.get(key)) is not None:
             return make(args)
-        is_view = func in _VIEWS and type(args[0]) is FakeTensor
-        result = self._viewed(func, args, kwargs) if is_view else self._dispatch_impl(func, types, args, kwargs)
+        result = self._viewed(func, args, kwargs) if func in _VIEWS else self._dispatch_impl(func, types, args, kwargs)
         if key not in self.results:
             self.results[key] = self._making(args, kwargs, result) if _may_be_remembered(func, args) else None
         return result
@@ -65,10 +64,9 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
     def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a view by its kernel for meta tensors: what torch's tables of rules ask in the end."""
         tensor, *others = args
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         with torch._C._DisableTorchDispatch():
-            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-            meta.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-            made = func(meta, *others, **kwargs)
+            made = func(_meta_over(tensor.untyped_storage(), tensor.dtype, layout), *others, **kwargs)
         if isinstance(made, torch.Tensor):
             return self.faked(made, tensor.fake_device)
         return [self.faked(part, tensor.fake_device) for part in made]
@@ -101,16 +99,7 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
             if kind is FakeTensor:
                 if argument.fake_mode is not self or argument.constant is not None:
                     return False
-                # The dispatch keys tell layout, conjugation, negation, quantisation and inference.
-                parts += (
-                    argument.dtype,
-                    argument.shape,
-                    argument.stride(),
-                    argument.storage_offset(),
-                    argument.untyped_storage().nbytes(),
-                    argument.fake_device,
-                    torch._C._dispatch_keys(argument).raw_repr(),
-                )
+                parts += _facts(argument)
             elif kind in _PLAIN:
                 parts += (kind, argument)
             elif kind not in (list, tuple) or not self._told_apart(parts, argument):
@@ -138,8 +127,8 @@ class _FakeTensorMode(SimulationMode, FakeTensorMode):
                 return operator.itemgetter(position)
         number = storage_identity(tensor)
         holds = [type(value) is FakeTensor and storage_identity(value) == number for value in args]
-        others = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-        if any(storage_identity(t) == number for t in _tensors_in((*others, *kwargs.values()))):
+        nested = [value for value in args if isinstance(value, (list, tuple))]
+        if any(storage_identity(other) == number for other in tensors_in([nested, *kwargs.values()])):
             return None
         make: _Make = _New(self, tensor)
         if any(holds):
@@ -190,9 +179,13 @@ class _View:
     def __call__(self, args: Any) -> FakeTensor:
         memory = args[self.position].untyped_storage()
         with torch._C._DisableTorchDispatch():
-            made = torch.empty(0, dtype=self.dtype, device="meta")
-            made.set_(memory, *self.layout)
+            made = _meta_over(memory, self.dtype, self.layout)
         return self.mode.faked(made, self.device)
+
+
+def _meta_over(memory: torch.UntypedStorage, dtype: torch.dtype, layout: tuple[Any, ...]) -> torch.Tensor:
+    """Return a meta tensor in a storage; ``layout``: its offset, shape and stride."""
+    return torch.empty(0, dtype=dtype, device="meta").set_(memory, *layout)
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -206,17 +199,8 @@ def _nothing(args: Any) -> None:
     """Return the result of an operator that has none."""
 
 
-def _tensors_in(values: Any) -> list[FakeTensor]:
-    tensors: list[FakeTensor] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            tensors += _tensors_in(value)
-        elif type(value) is FakeTensor:
-            tensors.append(value)
-    return tensors
-
-
 def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
+    # The dispatch keys tell layout, conjugation, negation, quantisation and inference.
     return (
         tensor.dtype,
         tensor.shape,
