@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import corpora
@@ -23,7 +23,7 @@ from messages import naming
 from tokenizer_kinds import KINDS, PARTS, hard_text
 from trueshard.errors import UserError
 from trueshard.train.data import cutting
-from trueshard.train.data.tokenizer import train_tokenizer
+from trueshard.train.data.tokenizer import fast_backend, train_tokenizer
 
 QUICK = ("Llama 3", "Mistral")
 
@@ -111,6 +111,45 @@ def with_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 @pytest.mark.rest
+def template(single: str) -> Any:
+    return processors.TemplateProcessing(single=single, pair="$A $B", special_tokens=[("<s>", 1)])
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        template("<s> $A <s>"),
+        processors.RobertaProcessing(("<s>", 1), ("<s>", 1)),
+        processors.BertProcessing(("<s>", 1), ("<s>", 1)),
+        processors.Sequence([processors.ByteLevel(), template("<s> $A")]),
+    ],
+    ids=["template", "roberta", "bert", "sequence"],
+)
+def test_tokens_are_made_without_the_last_stage(stage: Any) -> None:
+    """It adds special tokens, of which a text has none."""
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=KINDS["GPT-2"]())
+    wrapped.backend_tokenizer.post_processor = stage
+    backend, text = fast_backend(wrapped), hard_text(7)
+    assert backend.post_processor is None
+    assert backend.encode(text, add_special_tokens=False).ids == wrapped(text, add_special_tokens=False)["input_ids"]
+    assert len(wrapped("the shard")["input_ids"]) > len(backend.encode("the shard").ids)
+
+
+def test_a_stage_that_changes_tokens_is_kept_and_one_written_in_python_does_not_hinder() -> None:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=KINDS["GPT-2"]())
+    wrapped.backend_tokenizer.post_processor = template("$A $A")
+    assert fast_backend(wrapped).post_processor is not None
+    assert len(fast_backend(wrapped).encode("the", add_special_tokens=False).ids) == 2
+
+    class Whole:
+        def pre_tokenize(self, text: Any) -> None:
+            """Leave a text as it is."""
+
+    wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
+    assert fast_backend(wrapped) is not None
+    assert fast_backend(wrapped).post_processor is not None
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_long_file_has_the_tokens_of_its_whole_text(tmp_path: Path, name: str) -> None:
     text, tokenizer = long_file(tmp_path / name), KINDS["GPT-2"]()

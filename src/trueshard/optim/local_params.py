@@ -456,6 +456,7 @@ def _lend(state: State, stand_ins: Sequence[StandIn]) -> State:
     return lent
 
 
+@garbage_collection_paused()
 def _keep(state: State, lent: State, stand_ins: Sequence[StandIn], members: Sequence[Sequence[torch.Tensor]]) -> None:
     count = len(state)
     for stand_in in stand_ins:

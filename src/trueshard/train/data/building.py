@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from trueshard.errors import UserError
 from trueshard.files import replace_text
+from trueshard.machine import earlier_objects_frozen
 from trueshard.train.data.batches import Document, Documents, all_targets, pack
 from trueshard.train.data.formats import Format
 from trueshard.train.data.loader import Prefetcher
@@ -117,7 +118,8 @@ class _Making:
     def write(self, source: DataSource, number: int, progress: _Progress) -> None:
         """Write the documents of a source, from where the state is."""
         state, writer, (start, skip) = self.state, self.writer, self.state["place"]
-        with contextlib.closing(self._encoded(self._form.groups(source, Place(*start), skip))) as groups:
+        encoded = self._encoded(self._form.groups(source, Place(*start), skip))
+        with earlier_objects_frozen(), contextlib.closing(encoded) as groups:
             for group in groups:
                 self._add(group, number)
                 state["place"] = [group[-1][0].place(), 1]
@@ -277,19 +279,20 @@ class DocumentWriter:
         """Write documents, or pieces of them, together, and the origin of each."""
         if not pairs:
             return
-        ids = np.concatenate([document.ids for document, _ in pairs])
-        counted = np.concatenate([document.counted for document, _ in pairs])
+        ids = targets = np.concatenate([document.ids for document, _ in pairs])
         ends = np.cumsum([len(document.ids) for document, _ in pairs]).tolist()
         tokens = ids.astype(self.dtype)
         parts = [tokens]
-        self._out.write(tokens.tobytes())
+        self._out.write(tokens.data)
         if self._masks is not None:
-            self._masks.write(counted.tobytes())
+            counted = np.concatenate([document.counted for document, _ in pairs])
+            self._masks.write(counted.data)
             spans = pairwise((0, *ends))
             parts = [values[first:last] for first, last in spans for values in (tokens, counted)]
+            targets = ids[counted]
         for part in parts:
-            self.crc32 = zlib.crc32(part.tobytes(), self.crc32)
-        np.add.at(self._counts, ids[counted], 1)
+            self.crc32 = zlib.crc32(part.data, self.crc32)
+        self._counts += np.bincount(targets, minlength=len(self._counts))
         places = [
             (*origin, self.tokens + end)
             for (document, origin), end in zip(pairs, ends, strict=True)

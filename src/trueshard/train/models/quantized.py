@@ -25,6 +25,8 @@ NORMAL_FLOAT = (
     *(0.07958033, 0.16093017, 0.24611229, 0.33791518, 0.4407098, 0.56261694, 0.7229567, 1.0),
 )
 """The 16 levels of "normal float 4": seven negative quantiles, zero, and eight positive ones."""
+_PAIRS = tuple(level for high in NORMAL_FLOAT for low in NORMAL_FLOAT for level in (high, low))
+"""The two levels of each byte."""
 _SCALE_BYTES = 4
 
 
@@ -91,8 +93,7 @@ def dequantise(packed: torch.Tensor, kind: Quantization, inputs: int, dtype: tor
     if kind == "int8":
         values = codes.view(torch.int8).unflatten(1, (blocks, BLOCK)) * (scale / 127)
     else:
-        levels = torch.tensor(NORMAL_FLOAT, device=packed.device)
-        pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)  # of each byte
+        pairs = torch.tensor(_PAIRS, device=packed.device).view(256, 2)
         values = pairs[codes.int()].view(len(packed), blocks, BLOCK) * scale
     return values.to(dtype).flatten(1)[:, :inputs]
 

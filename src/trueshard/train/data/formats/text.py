@@ -5,7 +5,7 @@ The last target of a sequence is the first input of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from trueshard.errors import UserError
+from trueshard.machine import cpu_cores
 from trueshard.text import nearest
 from trueshard.train.data.batches import Documents, all_targets
 from trueshard.train.data.config import DataSection
@@ -50,8 +51,9 @@ class TextFormat(Format):
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record."""
         texts, end = [record.fields[self.section.field] for record in records], [self.tokenizer.eos_token_id]
-        if self._backend is not None:
-            encoded = [tokens.ids for tokens in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded: Iterable[list[int]]
+        if self._backend is not None:  # each list is an array before the next is made: Python's integers are large
+            encoded = (tokens.ids for tokens in self._backend.encode_batch_fast(texts, add_special_tokens=False))
         else:
             encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
@@ -71,8 +73,10 @@ class TextFormat(Format):
         return Cutter(self._backend, f"the tokenizer {self.tokenizer.name_or_path}".rstrip())
 
     @property
-    def at_once(self) -> int:  # type: ignore[override]  # two: one fills the cores while of the other an array is made
-        return 1 if self._backend is None else 2
+    def at_once(self) -> int:  # type: ignore[override]
+        # Two where cores are many: one fills them while of the other an array is made. Few have their fill by one, and
+        # with two lose more by the caches that these share.
+        return 1 if self._backend is None or cpu_cores() <= 4 else 2
 
     @property
     def cuts(self) -> bool | None:
