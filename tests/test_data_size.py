@@ -136,18 +136,19 @@ def test_tokens_are_made_without_the_last_stage(stage: Any) -> None:
 
 
 def test_a_stage_that_changes_tokens_is_kept_and_one_written_in_python_does_not_hinder() -> None:
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=KINDS["GPT-2"]())
-    wrapped.backend_tokenizer.post_processor = template("$A $A")
-    assert fast_backend(wrapped).post_processor is not None
-    assert len(fast_backend(wrapped).encode("the", add_special_tokens=False).ids) == 2
+    twice, wrapped = (PreTrainedTokenizerFast(tokenizer_object=KINDS["GPT-2"]()) for _ in range(2))
+    twice.backend_tokenizer.post_processor = template("$A $A")
+    assert fast_backend(twice).post_processor is not None
+    assert len(fast_backend(twice).encode("the", add_special_tokens=False).ids) == 2
 
     class Whole:
         def pre_tokenize(self, text: Any) -> None:
             """Leave a text as it is."""
 
+    wrapped.backend_tokenizer.post_processor = template("<s> $A")
     wrapped.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
-    assert fast_backend(wrapped) is not None
     assert fast_backend(wrapped).post_processor is not None
+    assert fast_backend(wrapped) is fast_backend(wrapped)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ TRAINING_TEXT = 64 * 2**20
 
 TRIAL = " The café, 1,234 times:\n\n\tdef f(x):  return x['y']  # 漢字 <s></s> [CLS]\n"
 """A text that shows what a tokenizer's own code does before or after its backend."""
+
+_BACKENDS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Tokenizer → its ``fast_backend``."""
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 
@@ -115,17 +119,23 @@ def train_tokenizer(texts: Iterable[str | TextFile], vocab_size: int, data_forma
 
 
 def fast_backend(tokenizer: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` that alone makes the tokens of a text; None if there is none."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    ids = tokenizer(TRIAL, add_special_tokens=False)["input_ids"]  # also leaves truncation and padding off
-    fitting = (one for one in (_unprocessed(backend), backend) if one is not None)
-    return next((one for one in fitting if one.encode(TRIAL, add_special_tokens=False).ids == ids), None)
+    """Return a `tokenizers.Tokenizer` that alone makes the tokens of a text; None if there is none.
+
+    It is a copy, as the tokenizer was when it was first asked for, which the formats of several sources share.
+    """
+    if tokenizer not in _BACKENDS:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        ids = tokenizer(TRIAL, add_special_tokens=False)["input_ids"]  # also leaves truncation and padding off
+        fitting = (one for one in (_unprocessed(backend), backend) if one is not None)
+        same = (one for one in fitting if one.encode(TRIAL, add_special_tokens=False).ids == ids)
+        _BACKENDS[tokenizer] = next(same, None)
+    return _BACKENDS[tokenizer]
 
 
 def _unprocessed(backend: Any) -> Any:
     """Return a tokenizer that leaves out the last stage; None if it cannot be copied.
 
-    Where no special tokens are added, that stage sets offsets and types of tokens alone: some 4% of the time.
+    Where no special tokens are added, that stage sets offsets and types of tokens alone, which nothing here reads.
     """
     try:
         result = copy.deepcopy(backend)
