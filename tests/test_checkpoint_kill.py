@@ -39,8 +39,8 @@ from parity import _environment
 ROUNDS = [5, pytest.param(10, marks=pytest.mark.rest)]
 LIMIT = 20.0
 """seconds for a collective, and until ranks are ready"""
-TO_END = LIMIT + 10.0
-"""seconds for a rank to end once another was killed: it may have begun to wait for it at that moment"""
+TO_END = 5 * LIMIT + 10.0
+"""seconds for a rank to end once another was killed: gloo waits five limits for one that is killed as they connect"""
 LONGEST = 0.25
 """seconds of saving before a kill, at most: several saves"""
 WIDTH = 64
