@@ -110,7 +110,6 @@ def with_tokenizer(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"path": str(folder)}
 
 
-@pytest.mark.rest
 def template(single: str) -> Any:
     return processors.TemplateProcessing(single=single, pair="$A $B", special_tokens=[("<s>", 1)])
 
@@ -151,6 +150,7 @@ def test_a_stage_that_changes_tokens_is_kept_and_one_written_in_python_does_not_
     assert fast_backend(wrapped) is fast_backend(wrapped)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_long_file_has_the_tokens_of_its_whole_text(tmp_path: Path, name: str) -> None:
     text, tokenizer = long_file(tmp_path / name), KINDS["GPT-2"]()

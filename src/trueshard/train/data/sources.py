@@ -392,8 +392,7 @@ def _array(file: str, stream: IO[bytes], place: Place) -> Entries:
 def _json(text: bytes, file: str, first_line: int = 1) -> Any:
     try:
         value = load_json(text)
-        # Half of a surrogate pair is no character, and no tokenizer takes it.
-        if b"\\u" in text and (b"\\ud" in text or b"\\uD" in text):
+        if b"\\ud" in text or b"\\uD" in text:  # half of a surrogate pair is no character, and no tokenizer takes it
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except ValueError as error:  # also for what is not UTF-8

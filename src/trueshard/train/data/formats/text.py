@@ -5,7 +5,7 @@ The last target of a sequence is the first input of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,8 @@ class TextFormat(Format):
     def encode(self, records: Sequence[Record], folder: Path) -> list[Documents]:
         """Return one document a record."""
         texts, end = [record.fields[self.section.field] for record in records], [self.tokenizer.eos_token_id]
-        encoded: Iterable[list[int]]
-        if self._backend is not None:  # each list is an array before the next is made: Python's integers are large
-            encoded = (tokens.ids for tokens in self._backend.encode_batch_fast(texts, add_special_tokens=False))
+        if self._backend is not None:
+            encoded = [tokens.ids for tokens in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         else:
             encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [
